@@ -111,7 +111,7 @@ class ConfigError(StropError, ValueError):
 class DataError(StropError, ValueError):
     """Raised where a stored example or record lacks its promised form; the user mends the data.
 
-    Of a data file, `kind` is one of `tasks.rows.files`.
+    Of a data file, `kind` says in a word why it cannot be read.
     """
 
     exit_code = EXIT_USAGE

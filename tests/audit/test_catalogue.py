@@ -13,7 +13,7 @@ from strop.spec import TaskSpec
 from strop.tasks import build_task
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
 from strop.tasks.presets import MathSpec, PresetSpec
-from strop.tasks.sft_jsonl import SftJsonlSpec
+from strop.tasks.user.rows import SftJsonlSpec
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.test_tasks import ALL_ROWS
 from tests.tasks.mathematics.test_tasks import math_row

@@ -100,7 +100,7 @@ def evaluate(run: Run, model: Path, *words: object) -> Ended:
         ([*GOOD, {"question": "1 + 1?"}], "rows.jsonl, row 21 has columns {'question': 'str'}"),
         ([*GOOD, {"question": "1 + 1?", "answer": None}], "row 21 has columns {'question': 'str', 'answer'"),
         ([*GOOD, {"question": "1 + 1?", "answer": "two"}], "rows.jsonl, row 21"),
-        ([], "has no training rows"),
+        ([], "has 0 rows"),
     ],
     ids=["no JSON", "no table", "missing column", "null", "no readable answer", "empty"],
 )

@@ -133,8 +133,7 @@ def test_rewards_of_both_forms_come_from_the_workers(tmp_path: Path) -> None:
     groups = asyncio.run(attempt_parts(tmp_path, parts))
     for group in groups:
         for rollout in group.rollouts:
-            fields = rollout.example.fields
-            n = fields["columns"]["n"] if "columns" in fields else fields["n"]
+            n = rollout.example.fields["n"]
             assert rollout.outcome.failure is None, rollout.outcome.failure
             assert rollout.outcome.reward == n / 1000
     assert {rollout.example.task for group in groups for rollout in group.rollouts} == {"rows", "Own"}

@@ -78,7 +78,7 @@ def test_dat_1_an_id_that_matches_no_example_is_refused_with_its_nearest(tmp_pat
     lines = [entry(0), {"example_id": misspelt}, entry(1)]
     with pytest.raises(DataError) as caught:
         ordered(tmp_path, lines).examples(Split.TRAIN)
-    assert f"1 of 3 ids in {tmp_path / 'order.jsonl'} are no training examples" in str(caught.value)
+    assert f"{tmp_path / 'order.jsonl'} names 1 ids of 3" in str(caught.value)
     assert f"{misspelt} (nearest: {TRAIN[3].example_id})" in str(caught.value)
 
 
@@ -91,14 +91,14 @@ def test_dat_1_a_held_out_example_cannot_be_ordered_into_training(tmp_path: Path
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["{"], r"line 1 of order file .* is \{\."),
-        (["[1]"], r"line 1 of order file .* is \[1\]"),
-        ([entry(0), {"id": "x"}], 'line 2 of order file .* is {"id": "x"}'),
-        ([entry(0), entry(1, 1.5)], "line 2 of order file .*1.5"),
-        ([entry(0), entry(1, True)], "line 2 of order file .*true"),
-        ([entry(0), entry(0)], f"line 2 of order file .* is {TRAIN[0].example_id} a second time"),
-        ([], "and no example before it"),
-        ([{"task": "arithmetic"}], "and no example before it"),
+        (["{"], r"line 1 \{\."),
+        (["[1]"], r"line 1 \[1\]"),
+        ([entry(0), {"id": "x"}], 'line 2 {"id": "x"}'),
+        ([entry(0), entry(1, 1.5)], "line 2 .*1.5"),
+        ([entry(0), entry(1, True)], "line 2 .*true"),
+        ([entry(0), entry(0)], f"line 2 {TRAIN[0].example_id} a second time"),
+        ([], "names no example"),
+        ([{"task": "arithmetic"}], "names no example"),
     ],
 )
 def test_a_malformed_order_file_is_refused(tmp_path: Path, lines: list[Any], message: str) -> None:
@@ -114,7 +114,7 @@ def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
 
 def test_bounds_that_leave_nothing_and_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     task = ordered(tmp_path, [entry(0, 0.0), entry(1, 1.0)], min_solved_frac=0.2, max_solved_frac=0.8)
-    with pytest.raises(DataError, match=r"none of 2 .*0\.2"):
+    with pytest.raises(DataError, match=r"2 examples, none .*0\.2"):
         task.examples(Split.TRAIN)
     with pytest.raises(DataError, match="solved_frac"):
         ordered(tmp_path, [entry(0)], min_solved_frac=0.2).examples(Split.TRAIN)
@@ -157,7 +157,7 @@ def test_row_numbers_are_read_as_they_are(rows_task: TaskSection, tmp_path: Path
     order.write_text("3\n0\n\n005\n")
     assert ask_order(rows_task, order) == ["3 + 1?", "0 + 1?", "1 + 1?"]
     order.write_text("3\n6\n")
-    with pytest.raises(DataError, match=r"1 of 2 ids .*: row 6"):
+    with pytest.raises(DataError, match=r"1 ids of 2 .*: row 6"):
         ask_order(rows_task, order)
     order.write_text("5\n1\n")
     task = build_task(rows_task.model_copy(update={"order_file": str(order)}))
@@ -178,5 +178,5 @@ def test_ids_one_a_line_are_read_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["a b\n", "a\na\n"])
 def test_a_malformed_plain_file_is_refused(rows_task: TaskSection, tmp_path: Path, text: str) -> None:
     (tmp_path / "order.txt").write_text(text)
-    with pytest.raises(DataError, match=r"line [12] of order file .* one id, one row number"):
+    with pytest.raises(DataError, match=r"line [12] "):
         ask_order(rows_task, tmp_path / "order.txt")

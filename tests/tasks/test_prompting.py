@@ -26,7 +26,6 @@ from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 SYSTEM = "Be brief.\nNo jokes."
 PLAIN_CASES = [case for case in CASES if case != "mixture"]
 NOT_TAKEN = {
-    *(("sft-jsonl", "prompt_template"), ("rows", "prompt_template")),
     # They open each attempt in their own words.
     *((name, "prompt_template") for name in ("guess-number", "repo-repair", "mlgym", "harbor")),
 }

@@ -83,10 +83,10 @@ def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data-00001-of-00002.arrow cannot be read"):
         read_rows(saved)
     (saved / "state.json").write_text("[]")
-    with pytest.raises(DataError, match=r"state.json cannot be read \(it holds a list"):
+    with pytest.raises(DataError, match=r"state\.json"):
         read_rows(saved)
     splits = save_splits({"train": TRAIN, "dev": TEST}, tmp_path / "splits")
-    with pytest.raises(DataError, match="has no split test or validation; its splits are train, dev"):
+    with pytest.raises(DataError, match=r"test\* or validation\*"):
         read_ids(f"task.source={splits}")
 
 

@@ -12,7 +12,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.sft_jsonl import SftJsonlSpec
+from strop.tasks.user.rows import SftJsonlSpec
 from tests.fixtures.demonstrations import make_framing, read
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
@@ -67,7 +67,7 @@ def test_a_conversation_is_posed_up_to_its_last_reply(tmp_path: Path) -> None:
     task = task_of(tmp_path, [{"messages": talk, "gold": "3", "problem": "1 + 2", "weight": 2.0}, *TRAIN])
     example = task.examples(Split.TRAIN)[0]
     assert [message.text for message in task.render(example)] == ["Hello", "Hi", "What is 1 + 2?"]
-    assert example.fields["columns"]["problem"] == "1 + 2"
+    assert example.fields["problem"] == "1 + 2"
 
 
 def test_a_single_file_is_split_and_no_prompt_is_on_both_sides(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_rows_of_other_sources_and_without_gold_are_counted(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        (TRAIN, {"subset": "c"}, "has 0 .* 0 .*8 of other sources"),
-        ([{"prompt": "a", "completion": "b"}], {}, "has 0 training and 2 held-out .*1 without an answer"),
+        (TRAIN, {"subset": "c"}, "0 training and 0 held-out .*8 of other sources"),
+        ([{"prompt": "a", "completion": "b"}], {}, "0 training and 2 held-out .*1 without an answer"),
     ],
 )
 def test_nothing_left_is_refused_with_what_was_seen(

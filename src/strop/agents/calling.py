@@ -5,13 +5,14 @@ Standard output has the answer only: the function's own output goes to standard 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
 import sys
 from typing import Any
 
-from strop.tasks.user.rewards import await_if_needed
+from strop.tasks.user.rewards import call_foreign
 from strop.user_code import CodeRef, load_code
 
 
@@ -33,9 +34,8 @@ def main() -> None:
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {name: value for name, value in available.items() if takes_all or name in parameters}
-    answer = await_if_needed(function(**arguments))
-    answers.write("" if answer is None else str(answer))
-    answers.close()
+    answer = asyncio.run(call_foreign(function, **arguments))
+    print("" if answer is None else answer, end="", file=answers, flush=True)
 
 
 if __name__ == "__main__":

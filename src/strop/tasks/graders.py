@@ -198,9 +198,7 @@ def _compared(holds: Callable[[str, str], bool]) -> Callable[[Example, str, str]
 
     def judge(example: Example, text: str, question: str) -> Outcome:
         said = text_after_thinking(text)
-        # Not as another reward of the row has read it.
-        gold = show_answer(example.fields["answer"]) if "answer" in example.fields else gold_of(example)
-        is_correct = said is not None and holds(said, gold)
+        is_correct = said is not None and holds(said, gold_of(example))
         return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
 
     return judge

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from strop.errors import DataError
 from strop.rollout import Example, Split
@@ -28,7 +29,7 @@ class Mixture(TasksInOne):
 
     def __init__(self, spec: MixtureSpec, tasks: Mapping[str, Task]) -> None:
         self._mode = spec.mode
-        self._tasks = dict(tasks)
+        self._tasks = tasks
         self._parts = spec.read_parts()
         self._examples: dict[Split, tuple[Example, ...]] = {}
         self.is_costly = any(task.is_costly for task in tasks.values())
@@ -55,13 +56,10 @@ class Mixture(TasksInOne):
         return hashlib.sha256("\n".join([self.name, self._mode, *parts]).encode()).hexdigest()[:16]
 
     @property
+    @override
     def counts(self) -> Mapping[str, int]:
-        """The counts of all parts, by label."""
-        return {
-            f"{label}, {name}": count
-            for label, task in self._tasks.items()
-            for name, count in task.counts.items()
-        }
+        parts = self._tasks.items()
+        return {f"{label}, {name}": num for label, task in parts for name, num in task.counts.items()}
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the examples of all parts, one part after the other.
@@ -86,12 +84,12 @@ class Mixture(TasksInOne):
             )
         return label
 
+    @override
     def task_of(self, example: Example) -> Task:
-        """Return the example's part. Raises: DataError like `part_of`."""
         return self._tasks[self.part_of(example)]
 
+    @override
     def warm_up(self) -> None:
-        """Load what each part needs."""
         for task in self._tasks.values():
             task.warm_up()
 
@@ -102,7 +100,10 @@ class Mixture(TasksInOne):
         'proportional' does so with weights that are the parts' sizes; 'sequential' goes through one part
         after the other.
         """
-        orders = [self._part_order(label, seed, epoch) for label in self._parts]
+        orders, num_before = [], 0
+        for label in self._parts:
+            orders.append(num_before + self._part_order(label, seed, epoch))
+            num_before += len(self._train[label])
         order = np.concatenate(orders)
         if self._mode != "sequential":
             sizes = [len(one) for one in orders]
@@ -115,18 +116,16 @@ class Mixture(TasksInOne):
         return positions
 
     def _part_order(self, label: str, seed: int, epoch: int) -> NDArray[np.intp]:
-        """Return the positions of one part, in its own order or shuffled."""
+        """Return the positions within one part, in its own order or shuffled."""
         task, size, repeat = self._tasks[label], len(self._train[label]), self._parts[label].repeat
-        first = sum(
-            len(self._train[one]) for one in itertools.takewhile(lambda one: one != label, self._parts)
-        )
         if task.is_ordered:
             chosen = [place for place in task.epoch_order(seed, epoch) if place < size] * repeat
-            return first + np.array(chosen, dtype=np.intp)
+            return np.array(chosen, dtype=np.intp)
         digest = hashlib.blake2b(f"{label}/{seed}".encode(), digest_size=8).digest()
         keys = ([int.from_bytes(digest, "little"), epoch * repeat + number] for number in range(repeat))
-        shuffled = [np.random.Generator(np.random.Philox(key=key)).permutation(size) for key in keys]
-        return first + np.concatenate(shuffled)
+        return np.concatenate(
+            [np.random.Generator(np.random.Philox(key=key)).permutation(size) for key in keys]
+        )
 
     @cached_property
     def _train(self) -> dict[str, Sequence[Example]]:

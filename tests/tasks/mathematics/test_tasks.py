@@ -237,9 +237,7 @@ BROKEN_ROWS: list[tuple[type[Any], str, Row]] = [
     *((PresetSpec, "aime", {"problem": "?", "answer": one}) for one in ("1000", "-1", "2.5", "x", True)),
     *(
         (PresetSpec, "mmlu", {**MMLU_ROWS[0], **change})
-        for change in (
-            *({"choices": ["1", "2"]}, {"choices": "1234"}, {"answer": 4}, {"answer": "E"}, {"answer": None}),
-        )
+        for change in (*({"choices": ["1", "2"]}, {"choices": "1234"}, {"answer": 4}, {"answer": "E"}),)
     ),
     *((PresetSpec, "gsm8k", {"question": "1?", "answer": one}) for one in ("two", "2", "#### two", "####")),
     *((PresetSpec, "gsm8k", {"question": one, "answer": "#### 2"}) for one in (" ", 3, None)),

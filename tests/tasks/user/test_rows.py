@@ -51,7 +51,7 @@ def test_rows_are_split_asked_and_judged(tmp_path: Path) -> None:
     task = build_task(spec)
     assert [len(task.examples(split)) for split in Split] == [36, 4]
     first = task.examples(Split.TRAIN)[0]
-    assert [message.text for message in task.render(first)] == [first.fields["columns"]["question"]]
+    assert [message.text for message in task.render(first)] == [first.fields["question"]]
     right, wrong = judge(spec, f" {first.answer}\n", "no")
     assert (right.parts, right.is_correct, wrong.parts, wrong.is_correct) == (
         {"score": 1.0},
@@ -366,8 +366,8 @@ def test_what_json_cannot_hold_is_kept_from_functions(tmp_path: Path) -> None:
         {"question": f"{n}?", "answer": str(n), "day": dt.date(2026, 1, 1), "raw": [b"x"]} for n in range(4)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    columns = task_of(tmp_path, source=str(path)).examples(Split.TRAIN)[0].fields["columns"]
-    assert (columns["day"], "raw" in columns) == ("2026-01-01", False)
+    columns = task_of(tmp_path, source=str(path)).examples(Split.TRAIN)[0].fields
+    assert (columns["day"], columns["raw"]) == ("2026-01-01", [None])
 
 
 def test_an_edit_does_not_reach_who_judges_already(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_data_set_of_one_file_is_split_and_others_are_refused_by_name(
             Split.TRAIN: 18,
             Split.HELD_OUT: 2,
         }
-        with pytest.raises(DataError, match=r"task\.source=org/absent: its list of files is not to be had"):
+        with pytest.raises(DataError, match=r"task\.source=org/absent is not to be had"):
             task_of("org/absent").examples(Split.TRAIN)
     files = {"a.jsonl": lines([1]), "b.jsonl": lines([2])}
     with tiny_hub(files, "org/two", is_dataset=True) as address:

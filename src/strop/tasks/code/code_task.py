@@ -104,9 +104,8 @@ class CodeTask(RowTask):
         self._to_example = _READERS[spec.name]
         reading = RowReading(
             layout=DataLayout(train=tuple(data["train"]), held_out=tuple(data["held_out"])),
-            to_example=self._to_example,
+            to_example=lambda row: self._why_left_out(row) or self._to_example(row),
             question=lambda example: str(data["prompt"].format(**self.prompt_fields(example))),
-            why_left_out=self._why_left_out,
         )
         limits = TaskLimits(
             max_reply_tokens=data["max_reply_tokens"],
@@ -141,7 +140,7 @@ class CodeTask(RowTask):
         shown = example.fields.get("tests", [])[: example.fields.get("num_shown")]
         return {**example.fields, "tests": "\n".join(shown)}
 
-    def _why_left_out(self, row: Row, split: Split) -> str | None:
+    def _why_left_out(self, row: Row) -> str | None:
         if not isinstance(self._spec, AppsSpec):
             return None
         if self._spec.difficulty not in {None, row.values.get("difficulty")}:
@@ -149,7 +148,7 @@ class CodeTask(RowTask):
         if len(optional_text(row, "input_output")) > _MAX_TESTS_BYTES:
             return "tests too large"
         num_tests = self._to_example(row).fields["num_tests"]
-        return f"fewer than {_MIN_TESTS[split]} tests" if num_tests < _MIN_TESTS[split] else None
+        return f"fewer than {_MIN_TESTS[row.split]} tests" if num_tests < _MIN_TESTS[row.split] else None
 
 
 def _to_mbpp(row: Row) -> Example:

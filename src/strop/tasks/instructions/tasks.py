@@ -107,8 +107,6 @@ class InstructedRows(RowTask):
             layout=layout,
             to_example=self._to_example,
             question=lambda example: str(example.fields["prompt"]),
-            # All rows with the same prompt must be in the same split.
-            split_key=lambda row: " ".join(self.read(row)[0].split()),
         )
         prompts = {"prompt": _PROMPT, "base_prompt": _PROMPT}
         super().__init__(spec, reading, limits, source=source, verifier=verifier, **prompts)

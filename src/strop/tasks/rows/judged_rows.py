@@ -1,36 +1,44 @@
-"""Base of tasks that add up rewards: built-in ones, functions of the user's, and a judge model's."""
+"""Rows whose replies rewards judge: built-in ones, functions of the user's, and a judge model's.
+
+A `RowForm` says what of a row is asked and what is the answer: published data sets have one as a file
+(`presets`), rows of the user's own have one by their settings (`user.rows`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from strop.rollout import Example, Failure, Outcome
-from strop.spec.base import SpecConflict, expert
+from strop.rollout import Example, Failure, Message, Outcome, make_example
+from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.judge import JudgeSettings
 from strop.spec.task import CodeTaskSection, JudgedByUser, TrainingRows
+from strop.spec.template import fill, list_names
+from strop.tasks.answers import show_answer
 from strop.tasks.graders import GRADERS, STRICTNESS
 from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import equivalence
-from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
+from strop.tasks.prompt import pose, pose_messages
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, RowTask
 from strop.tasks.task import TaskLimits
-from strop.tasks.user.rewards import FULL_MARKS_SLACK, Parts, UserReward
+from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Parts, UserReward
 from strop.user_code import CodeRef, is_code
 
 SANDBOXED = "python-tests"
 COMPARING = (*GRADERS, SANDBOXED)
 """Rewards that need an answer."""
-BUILT_IN_REWARDS = (*COMPARING, JUDGE)
-_VERIFIER = "rewards-1"
+_VERIFIER = "rewards-2"
 _SYMBOLIC_LIMIT_S = 2.0
 """For sympy, whose time is not bounded by the text."""
+_ROLES = ("system", "user", "assistant")
 REWARD_HELP = (
     "a function such as 'reward.py:score', called with reply, answer and the row's columns by name, or one"
     " written for TRL, which gets all replies to a prompt, or a built-in one: "
-    + ", ".join(BUILT_IN_REWARDS)
+    + ", ".join((*COMPARING, JUDGE))
     + ". A list of several is added up."
 )
 
@@ -38,12 +46,11 @@ REWARD_HELP = (
 class RewardSection(TrainingRows, JudgedByUser, JudgeSettings):
     """Settings of how replies are judged."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def reward(self) -> tuple[str, ...]:
-            """The names of the rewards; empty: those of the data set."""
-
+    reward: Unhashed[tuple[str, ...]] = Field(
+        default=(),
+        strict=False,
+        description=f"How a reply is judged, if not as the data set does: {REWARD_HELP}",
+    )
     reward_weights: tuple[float, ...] = Field(
         default=(),
         strict=False,
@@ -77,7 +84,7 @@ class RewardSection(TrainingRows, JudgedByUser, JudgeSettings):
         """The files of the rewards."""
         return [*(CodeRef.parse(name) for name in self.reward if is_code(name)), *super().user_code]
 
-    @field_validator("reward", mode="before", check_fields=False)
+    @field_validator("reward", mode="before")
     @classmethod
     def _read_one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
@@ -85,7 +92,7 @@ class RewardSection(TrainingRows, JudgedByUser, JudgeSettings):
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
         names, weights = list(self.reward), list(self.reward_weights)
-        known = [one for one in BUILT_IN_REWARDS if one != SANDBOXED or isinstance(self, CodeTaskSection)]
+        known = [*GRADERS, JUDGE, *([SANDBOXED] if isinstance(self, CodeTaskSection) else [])]
         unknown = [name for name in names if name not in known and not is_code(name)]
         if unknown:
             raise SpecConflict(
@@ -111,22 +118,48 @@ class RewardSection(TrainingRows, JudgedByUser, JudgeSettings):
         return self
 
 
+class RowForm(BaseModel):
+    """How rows are asked and which replies are right."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str | None = None
+    """The hub id of a published data set."""
+    layout: DataLayout
+    drops_shared: bool = False
+    """See `RowReading`."""
+    fields: Mapping[str, str]
+    """Columns that hold texts, by the names of the examples' fields; the first is the question. Empty: all
+    columns are fields, and the question is the prompt."""
+    choices: str | None = None
+    """Column with a list of four choices, which prompts call a, b, c and d."""
+    topic: str | None = None
+    """Column with the subject of a question; may be empty. In prompts, {about} is ' about ' and its words."""
+    answer: str | None
+    """Column of the right answer."""
+    answer_in: Literal["all", "behind ####", "the last box"] = "all"
+    """Where in the column it stands."""
+    reward: Literal["number", "marked-number", "math", "integer", "letter"] | None
+    """How it is compared, by `graders`, if the run names no rewards."""
+    prompt: str
+    """What is asked in a chat: a column of texts or of messages, or a template of fields."""
+    base_prompt: str | None
+    """What is asked in plain text, if not that."""
+    base_stop: tuple[str, ...] = ()
+    gold: tuple[str, ...]
+    """Right replies, the form that the prompt asks for first."""
+    max_reply_tokens: int = Field(ge=1)
+
+
 class JudgedRows(RowTask):
     """Right if the rewards add up to `task.pass_score`; parts of the reward have their names."""
 
     _spec: RewardSection
 
-    def __init__(
-        self,
-        spec: RewardSection,
-        reading: RowReading,
-        limits: TaskLimits,
-        *,
-        rewards: Sequence[str],
-        source: str,
-        prompt: str,
-        base_prompt: str = "",
-    ) -> None:
+    def __init__(self, spec: RewardSection, form: RowForm, source: str, sandbox_s: float = 0.0) -> None:
+        """`sandbox_s`: time that programs of replies take beside other rewards."""
+        self._form, self._names = form, list_names(form.prompt)
+        rewards = spec.reward or (str(form.reward),)
         self._functions = {name: UserReward(name) for name in rewards if is_code(name)}
         self._weights = dict(zip(rewards, spec.reward_weights or [1.0] * len(rewards), strict=True))
         self._model = JudgeModel(spec) if spec.judge_url else None
@@ -134,33 +167,52 @@ class JudgedRows(RowTask):
         self._pass_score = (spec.pass_score or spec.max_reward) - FULL_MARKS_SLACK
         self._strictness = level = getattr(spec, "strictness", "standard")
         graders = {**GRADERS, "math": STRICTNESS[level]}
-        self._graders = {name: graders[name] for name in rewards if name in graders}
+        names = dict.fromkeys([form.reward or rewards[0], *rewards])
+        self._graders = {name: graders[name] for name in names if name in graders}
+        self._readers: dict[str, tuple[Callable[[Any], str], str]] = {
+            name: (one.require_gold, one.allowed) for name, one in self._graders.items()
+        }
+        """By reward: what reads a row's answer, and what it can read. The first says how it is shown."""
         is_plain = list(self._weights.values()) == [spec.max_reward] == [1.0]
-        self._only = next(iter(self._graders), None) if is_plain else None
+        self._only = rewards[0] if is_plain and rewards[0] in self._graders else None
         """The grader that decides alone."""
         self._is_symbolic = level == "symbolic" and "math" in self._weights
-        limit_s = (
-            (limits.verify_limit_s or 0.0)
-            + spec.judge_limit_s * bool(self._functions)
-            + _SYMBOLIC_LIMIT_S * self._is_symbolic
-        )
-        limits = replace(
-            limits,
-            max_reward=spec.max_reward,
-            min_reward=spec.min_reward,
-            verify_limit_s=limit_s or None,
-        )
-        digests = [f"{one.ref} {one.digest}" for one in self._functions.values()]
-        if self._model is not None:
-            digests.append(self._model.digest)
+        limit_s = sandbox_s + spec.judge_limit_s * bool(self._functions)
+        limit_s += _SYMBOLIC_LIMIT_S * self._is_symbolic
+        digests = {name: f"{one.ref} {one.digest}" for name, one in self._functions.items()}
+        named = [digests.get(name, name) for name in rewards]
+        self._needed = {
+            name: f"{function.where} takes it"
+            for function in self._functions.values()
+            for name in function.signature.required
+            if name not in RESERVED
+        }
+        """Who needs a field of the examples, by its name."""
+        layout = form.layout
+        if not layout.train and source != form.source:
+            # Another data set for evaluation has other files.
+            layout = replace(layout, is_unknown=True)
         super().__init__(
             spec,
-            reading,
-            limits,
+            RowReading(
+                layout=layout,
+                to_example=self._to_example,
+                question=self._question,
+                one_answer=form.source is None,
+                drops_shared=form.drops_shared,
+            ),
+            TaskLimits(
+                max_reply_tokens=form.max_reply_tokens,
+                base_stop_strings=form.base_stop,
+                max_reward=spec.max_reward,
+                min_reward=spec.min_reward,
+                max_goldless_frac=1.0 if form.source is None else 0.0,
+                verify_limit_s=limit_s or None,
+            ),
             source=source,
-            prompt=prompt,
-            base_prompt=base_prompt,
-            verifier=" ".join([_VERIFIER, *rewards, *digests]),
+            prompt=form.prompt,
+            base_prompt=form.base_prompt or "",
+            verifier=" ".join([_VERIFIER, *named, *([self._model.digest] if self._model else [])]),
         )
 
     def warm_up(self) -> None:
@@ -170,13 +222,85 @@ class JudgedRows(RowTask):
         for reward in self._functions.values():
             reward.load()
 
-    def _values_of(self, example: Example) -> dict[str, Any]:
-        """Return what functions may take, but for the replies."""
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Return the row's prompt: its messages, or one of the user's."""
+        asked, base, thinking = self._ask(example), self._form.base_prompt, self._spec.thinking
+        if isinstance(asked, str):
+            base = None if base is None else fill(base, self.prompt_fields(example))
+            return pose(asked, base=base, thinking=thinking)
+        return pose_messages([Message(role=one["role"], content=one["content"]) for one in asked], thinking)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the right answer in the forms of the data; of strictness 'strict', the first alone."""
+        fields, forms = {**self.prompt_fields(example), "answer": example.answer}, self._form.gold
+        return tuple(
+            fill(template, fields)
+            for template in forms[: 1 if self._strictness == "strict" else None]
+            if example.answer is not None or "answer" not in list_names(template)
+        )
+
+    def _read(self, row: Row) -> tuple[dict[str, Any], Any] | str:
+        """Return the fields of a row's example and its answer, or why it is left out.
+
+        Raises: DataError naming the row.
+        """
         raise NotImplementedError
 
-    def _asked(self, example: Example) -> str:
-        """Return the question, which a reply may repeat."""
-        return ""
+    def _to_example(self, row: Row) -> Example | str:
+        read = self._read(row)
+        if isinstance(read, str):
+            return read
+        fields, answer = read
+        missing = [f"{name!r} ({who})" for name, who in self._needed.items() if name not in fields]
+        if missing:
+            columns = ", ".join(row.values) or "none"
+            raise bad_row(f"{row.place} has no column {' and '.join(missing)}", f"its columns: {columns}")
+        if answer in (None, "") and self._readers:
+            return "without an answer"
+        gold = show_answer(answer) or None
+        for name, (read_gold, allowed) in reversed(self._readers.items()):
+            try:
+                gold = read_gold(answer)
+            except ValueError as error:
+                raise bad_row(
+                    f"{row.place} has an answer that {name} cannot read: {error}", allowed
+                ) from error
+        example = make_example(self.name, fields, gold)
+        asked = self._ask(example)
+        if not _is_prompt(asked):
+            raise bad_row(
+                f"{row.place} asks {asked!r:.80}",
+                "a text that is not empty, or messages with role"
+                f" ({', '.join(_ROLES)}) and content, the last one the user's",
+            )
+        if self._model is not None:
+            self._model.require_values(self._shown(example), row.place)
+        return example
+
+    def _ask(self, example: Example) -> Any:
+        """Return the prompt: a text, or the messages of a chat."""
+        fields = self.prompt_fields(example)
+        if not self._names:
+            return fields[self._form.prompt]
+        return fill(self._form.prompt, {name: show_answer(fields[name]) for name in self._names})
+
+    def _question(self, example: Example) -> str:
+        """Return what a reply may repeat, and what makes an example another one."""
+        asked = self._ask(example)
+        return asked if isinstance(asked, str) else "\n".join(one["content"] for one in asked)
+
+    def _answer_of(self, example: Example) -> Any:
+        """Return the answer as the row has it, where that is a field."""
+        column = None if self._form.fields else self._form.answer
+        return example.answer if column is None else example.fields[column]
+
+    def _values_of(self, example: Example) -> dict[str, Any]:
+        """Return what functions may take, but for the replies."""
+        values = {**example.fields, "prompt": self._ask(example)}
+        # Without `task.answer` a column of that name stays what it is.
+        if self._form.answer is not None or "answer" not in values:
+            values["answer"] = self._answer_of(example)
+        return values
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Add the rewards up; those of TRL's form judge a group of one. A judge model: `verify_here`.
@@ -250,17 +374,24 @@ class JudgedRows(RowTask):
             values["answer"] = example.answer
         return {name: str(value) for name, value in values.items() if isinstance(value, str | int | float)}
 
-    def _read_splits(self) -> SplitExamples:
-        splits, model = super()._read_splits(), self._model
-        if model is not None:
-            for example in (*splits.train, *splits.held_out):
-                place = f"the row that asks {self._asked(example)!r:.80}"
-                model.require_values(self._shown(example), place)
-        return splits
-
     async def _judge(self, name: str, example: Example, text: str) -> Outcome:
         """Judge by a built-in reward that finds an answer. Raises: as `verify`."""
-        return self._graders[name].judge(example, text, self._asked(example))
+        grader = self._graders[name]
+        if name != next(iter(self._readers)):
+            # Not as another reward has read it.
+            example = replace(example, answer=grader.require_gold(self._answer_of(example)))
+        return grader.judge(example, text, self._question(example))
+
+
+def _is_prompt(asked: Any) -> bool:
+    """Whether it is a text, or the messages of a chat that the user ends."""
+    if not asked or not isinstance(asked, list):
+        return isinstance(asked, str) and bool(asked.strip())
+    sound = (
+        isinstance(one, dict) and one.get("role") in _ROLES and isinstance(one.get("content"), str)
+        for one in asked
+    )
+    return all(sound) and asked[-1]["role"] == "user"
 
 
 def _weigh(scores: Parts, weight: float) -> Parts:

@@ -7,16 +7,141 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Split
 from strop.spec.task import TaskSpec
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
-from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_split_rows
+from strop.tasks.rows.layout import DataLayout, Row, bad_row, find_files, read_rows
 from strop.tasks.task import Task, TaskLimits
 from strop.tasks.version import fit_limits, hash_version
+
+_HELD_OUT_SHARE = 10
+"""One question in this many of data without splits is held out, if no number is set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowReading:
+    """How rows become examples."""
+
+    layout: DataLayout
+    to_example: Callable[[Row], Example | str]
+    """The example, or why the row is left out, which is counted. Raises DataError naming the row, if a column
+    is missing or malformed."""
+    question: Callable[[Example], str]
+    """Examples with the same question, except for white space, are one example. Of data without splits,
+    questions with one `normal_text` are in the same split."""
+    one_answer: bool = False
+    """Whether a question that is repeated with another answer is refused."""
+    drops_shared: bool = False
+    """Whether a training question that is also held out, compared by `normal_text`, is left out and counted
+    instead of refused: for published data with overlapping splits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitExamples:
+    """All examples of a task, in the order of the data."""
+
+    train: tuple[Example, ...]
+    held_out: tuple[Example, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many rows became no example, by reason. Repeated questions are not counted."""
+    row_keys: Mapping[str, str] = field(default_factory=dict)
+    """The example of each training row, by its number in the data."""
+
+    def of(self, split: Split) -> tuple[Example, ...]:
+        """Return the examples of one split."""
+        return self.train if split is Split.TRAIN else self.held_out
+
+    @property
+    def digest(self) -> str:
+        """Hash over all ids, which are hashes of content; for the task's version."""
+        ids = [example.example_id for example in (*self.train, *self.held_out)]
+        return hashlib.sha256("".join(ids).encode()).hexdigest()
+
+
+def read_examples(
+    reading: RowReading, source: str, *, num_train: int | None = None, num_held_out: int | None = None
+) -> SplitExamples:
+    """Read the examples of both splits, each question once; the numbers limit them, None: all.
+
+    Data without splits is split by the content of its questions, independent of their order.
+    Raises: DataError if a file is missing, empty or malformed, a split has no example, or a question is in
+        both.
+    """
+    files = find_files(source, reading.layout)
+    found: dict[Split, dict[str, tuple[Example, str]]] = {split: {} for split in Split}
+    left_out: Counter[str] = Counter()
+    asked: dict[str, str] = {}
+    num_rows: dict[Split, int] = {}
+    for split, paths in files.items():
+        rows: list[Row] = []
+        for path in paths:
+            rows += read_rows(path, split=split, first_index=len(rows))
+        num_rows[split] = len(rows)
+        for row in rows:
+            example = reading.to_example(row)
+            if isinstance(example, str):
+                left_out[example] += 1
+                continue
+            question = " ".join(reading.question(example).split())
+            first, place = found[split].setdefault(question, (example, row.place))
+            if reading.one_answer and first.answer != example.answer:
+                raise bad_row(
+                    f"{row.place} asks what {place} asks, with another answer: {example.answer!r:.60}",
+                    allowed=f"the answer of that row, {first.answer!r:.60}",
+                )
+            if split is Split.TRAIN:
+                asked[str(row.index)] = question
+    train, held_out = ({text: one for text, (one, _) in each.items()} for each in found.values())
+    if not files[Split.HELD_OUT]:
+        train, held_out = _split_by_content(train, num_held_out)
+    if reading.drops_shared:
+        texts = set(map(normal_text, held_out))
+        kept = {text: one for text, one in train.items() if normal_text(text) not in texts}
+        left_out.update({"held out too": len(train) - len(kept)} if len(kept) < len(train) else {})
+        train = kept
+    train, held_out = dict([*train.items()][:num_train]), dict([*held_out.items()][:num_held_out])
+    if not held_out or (reading.layout.train and not train):
+        left = ", ".join(f"{number} {why}" for why, number in left_out.items())
+        is_cut = any(files[split] and not num_rows[split] for split in Split)
+        raise DataError(
+            f"task.source={source} has {sum(num_rows.values())} rows, {len(train)} training and"
+            f" {len(held_out)} held-out examples; rows left out: {left or 'none'}",
+            allowed="at least one example in each split, of different questions",
+            next_step="fetch or write the file again; an interrupted download looks like this"
+            if is_cut
+            else "add rows, or the answers that are missing, or lower task.num_held_out",
+        )
+    if shared := sorted(train.keys() & held_out.keys()):
+        raise DataError(
+            f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions too, for"
+            f" example {shared[0]!r:.80}",
+            allowed="no question in both splits: its score would measure memory",
+            next_step="remove these rows from one of the two files",
+        )
+    return SplitExamples(
+        train=tuple(train.values()),
+        held_out=tuple(held_out.values()),
+        left_out=dict(left_out),
+        row_keys={number: train[text].example_id for number, text in asked.items() if text in train},
+    )
+
+
+def _split_by_content(
+    examples: Mapping[str, Example], num_held_out: int | None
+) -> tuple[dict[str, Example], dict[str, Example]]:
+    """Hold out the questions with the smallest hashes; both parts keep the order of the file."""
+    digests = {text: hashlib.sha256(normal_text(text).encode()).hexdigest() for text in examples}
+    ordered = sorted(set(digests.values()))
+    number = max(1, len(ordered) // _HELD_OUT_SHARE) if num_held_out is None else num_held_out
+    chosen = set(ordered[:number])
+    train, held_out = (
+        {text: one for text, one in examples.items() if (digests[text] in chosen) is is_held_out}
+        for is_held_out in (False, True)
+    )
+    return train, held_out
 
 
 class RowTask(Task):
@@ -50,14 +175,8 @@ class RowTask(Task):
     @cached_property
     def version(self) -> str:
         """Hash over settings, prompt, verifier, limits and the ids of all examples; reads the data."""
-        return hash_version(
-            self.name,
-            self._prompt + self._base_prompt,
-            self._verifier,
-            self.limits,
-            self._spec,
-            self._splits.digest,
-        )
+        wording, data = self._prompt + self._base_prompt, self._splits.digest
+        return hash_version(self.name, wording, self._verifier, self.limits, self._spec, data)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -65,25 +184,17 @@ class RowTask(Task):
         return {f"rows left out, {reason}": count for reason, count in self._splits.left_out.items()}
 
     def row_keys(self) -> Mapping[str, str | None]:
-        """Map the number of each training row, from 0, to its example id; None: the row is left out.
+        """Map the number of each training row, from 0, to its example id, unless the row is left out.
 
         A row with the question of an earlier one has that one's example. Raises: DataError like `examples`.
         """
-        reading = self._reading
-        ids = {_question(reading, example): example.example_id for example in self._splits.train}
-        train, _ = read_split_rows(self._source, reading.layout, split_key=reading.split_key)
-        return {
-            str(row.index): ids.get(_question(reading, reading.to_example(row)))
-            if reading.why_left_out(row, Split.TRAIN) is None
-            else None
-            for row in train
-        }
+        return self._splits.row_keys
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split, in the order of the data.
 
-        Raises: DataError if the data is missing, empty or malformed, a question is in both splits, or
-            the split is for training and the task for evaluation only.
+        Raises: DataError like `read_examples`, or if the split is for training and the task for evaluation
+            only.
         """
         if split is Split.TRAIN and not self._reading.layout.train:
             raise DataError(
@@ -102,16 +213,12 @@ class RowTask(Task):
             thinking=self._spec.thinking,
         )
 
-    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        """Return the fields of an example that the prompts may use."""
-        return example.fields
-
     @cached_property
     def _splits(self) -> SplitExamples:
         return self._read_splits()
 
     def _read_splits(self) -> SplitExamples:
-        """Read the data. Raises: DataError like `examples`."""
+        """Read the data. Raises: DataError like `read_examples`."""
         numbers = {"num_train": self._spec.num_train, "num_held_out": self._spec.num_held_out}
         return read_examples(self._reading, self._source, **numbers)
 
@@ -123,95 +230,6 @@ def gold_of(example: Example) -> str:
     return example.answer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitExamples:
-    """All examples of a task, in the order of the data."""
-
-    train: tuple[Example, ...]
-    held_out: tuple[Example, ...]
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """How many rows became no example, by reason. Repeated questions are not counted."""
-
-    def of(self, split: Split) -> tuple[Example, ...]:
-        """Return the examples of one split."""
-        return self.train if split is Split.TRAIN else self.held_out
-
-    @property
-    def digest(self) -> str:
-        """Hash over all ids, which are hashes of content; for the task's version."""
-        ids = [example.example_id for example in (*self.train, *self.held_out)]
-        return hashlib.sha256("".join(ids).encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowReading:
-    """How rows become examples."""
-
-    layout: DataLayout
-    to_example: Callable[[Row], Example]
-    """Raises DataError naming the row, if a column is missing or malformed."""
-    question: Callable[[Example], str]
-    """Examples with the same question, except for white space, are one example."""
-    why_left_out: Callable[[Row, Split], str | None] = lambda row, split: None
-    """Reason to leave a row out of a split, which is counted; None keeps it."""
-    split_key: Callable[[Row], str] | None = None
-    """If the data has no splits, all rows with the same key are in the same split. None: the whole row."""
-    drops_shared: bool = False
-    """Whether a training question that is also held out, compared by `normal_text`, is left out and counted
-    instead of refused: for published data with overlapping splits."""
-
-
-def read_examples(
-    reading: RowReading, source: str, *, num_train: int | None = None, num_held_out: int | None = None
-) -> SplitExamples:
-    """Read the examples of both splits, each question once; the numbers limit them, None: all.
-
-    Raises: DataError if a file is missing, empty or malformed, or a question is in both splits.
-    """
-    train_rows, held_out_rows = read_split_rows(
-        source, reading.layout, num_held_out=num_held_out, split_key=reading.split_key
-    )
-    left_out: Counter[str] = Counter()
-    held_out = _by_question(reading, held_out_rows, Split.HELD_OUT, left_out)
-    train = _by_question(reading, train_rows, Split.TRAIN, left_out)
-    if reading.drops_shared:
-        texts = set(map(normal_text, held_out))
-        kept = {question: one for question, one in train.items() if normal_text(question) not in texts}
-        left_out.update({"held out too": len(train) - len(kept)} if len(kept) < len(train) else {})
-        train = kept
-    train, held_out = (
-        dict(list(examples.items())[:number])
-        for examples, number in ((train, num_train), (held_out, num_held_out))
-    )
-    if shared := sorted(train.keys() & held_out.keys()):
-        raise DataError(
-            f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions too, for"
-            f" example {shared[0]!r:.80}",
-            allowed="no question in both splits: its score would measure memory",
-            next_step="remove these rows from one of the two files",
-        )
-    return SplitExamples(
-        train=tuple(train.values()), held_out=tuple(held_out.values()), left_out=dict(left_out)
-    )
-
-
-def require_both(splits: SplitExamples, source: str) -> SplitExamples:
-    """Return the examples. Raises: DataError if a split has none, with the rows that were left out."""
-    if splits.train and splits.held_out:
-        return splits
-    left = ", ".join(f"{number} {why}" for why, number in splits.left_out.items())
-    raise DataError(
-        f"task.source={source} has {len(splits.train)} training and {len(splits.held_out)} held-out"
-        f" examples; rows left out: {left or 'none'}",
-        allowed="at least one row in each split",
-        next_step="add rows, or the answers that are missing",
-    )
-
-
-def _question(reading: RowReading, example: Example) -> str:
-    return " ".join(reading.question(example).split())
-
-
 def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
     """Return the values of columns that must hold text.
 
@@ -221,11 +239,8 @@ def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
     texts = tuple(value for value in values if isinstance(value, str) and value.strip())
     if len(texts) < len(columns):
         types = {key: type(value).__name__ for key, value in row.values.items()}
-        raise DataError(
-            f"{row.place} has columns {types}",
-            allowed=f"{' and '.join(columns)}, texts that are not empty",
-            next_step="mend or remove the row, or map the columns when the file is written",
-        )
+        allowed = f"{' and '.join(columns)}, texts that are not empty"
+        raise bad_row(f"{row.place} has columns {types}", allowed)
     return texts
 
 
@@ -245,18 +260,3 @@ def wrong_type(row: Row, column: str, allowed: str) -> DataError:
     return bad_row(
         f"{row.place} has a {column} of type {type(row.values.get(column)).__name__}", allowed=allowed
     )
-
-
-def _by_question(
-    reading: RowReading, rows: Sequence[Row], split: Split, left_out: Counter[str]
-) -> dict[str, Example]:
-    """Return the examples of rows by question, the first of each; count rows that are left out by reason."""
-    found: dict[str, Example] = {}
-    for row in rows:
-        reason = reading.why_left_out(row, split)
-        if reason is None:
-            example = reading.to_example(row)
-            found.setdefault(_question(reading, example), example)
-        else:
-            left_out[reason] += 1
-    return found

@@ -121,13 +121,13 @@ class OwnTask(Task):
         full = getattr(getattr(self._own, "limits", None), "max_reward", 1.0)
         return as_outcome(found, f"{self._spec.ref} (line {self._inspected.line})", full)
 
-    @cached_property
-    def _own(self) -> Any:
-        return self.make_own()
-
     def make_own(self) -> Any:
         """Load the class into this process and instantiate it."""
         return posing.make_task(load_code(self._spec.ref, self._digest), self._inspected.values)
+
+    @cached_property
+    def _own(self) -> Any:
+        return self.make_own()
 
     @cached_property
     def _posed(self) -> dict[str, Any]:
@@ -142,26 +142,28 @@ class OwnTask(Task):
         )
 
     @cached_property
+    def _made(self) -> Mapping[Split, Mapping[str, tuple[Example, Mapping[str, Any]]]]:
+        """The distinct examples of each split by id, with what the class said of each."""
+        made: dict[Split, dict[str, tuple[Example, Mapping[str, Any]]]] = {split: {} for split in Split}
+        for split in Split:
+            for row in self._posed["splits"][split.value]:
+                example = make_example(self.name, row["fields"], row["answer"])
+                made[split][example.example_id] = example, row
+        return made
+
+    @cached_property
     def _rows(self) -> Mapping[str, Mapping[str, Any]]:
         """Messages, gold replies and problem of each example, by id."""
-        return {id_: row for split in Split for id_, (_, row) in self._made(split).items()}
-
-    def _made(self, split: Split) -> dict[str, tuple[Example, Mapping[str, Any]]]:
-        """Return the distinct examples of a split, with what the class said of each, by id."""
-        rows = [
-            (make_example(self.name, row["fields"], row["answer"]), row)
-            for row in self._posed["splits"][split.value]
-        ]
-        return {example.example_id: (example, row) for example, row in rows}
+        return {id_: row for made in self._made.values() for id_, (_, row) in made.items()}
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        numbers = {Split.TRAIN: self._spec.num_train, Split.HELD_OUT: self._spec.num_held_out}
+        numbers = (self._spec.num_train, self._spec.num_held_out)
         train, held_out = (
-            tuple(example for example, _ in self._made(split).values())[: numbers[split]]
-            for split in (Split.TRAIN, Split.HELD_OUT)
+            tuple(example for example, _ in made.values())[:number]
+            for made, number in zip(self._made.values(), numbers, strict=True)
         )
-        if shared := {example.example_id for example in train} & {one.example_id for one in held_out}:
+        if shared := {one.example_id for one in train} & {one.example_id for one in held_out}:
             raise DataError(
                 f"{len(shared)} held-out examples of {self._spec.ref} are training examples too",
                 allowed="no example in both splits: its score would measure memory",

@@ -5,6 +5,7 @@ It writes the examples as JSON, so the training process holds no user code.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split, make_example
 from strop.tasks.task import TURN, TaskLimits
-from strop.tasks.user.rewards import await_if_needed
+from strop.tasks.user.rewards import call_foreign
 from strop.user_code import CodeRef, blaming
 from strop.user_code.probe import answer_order, settings_class
 
@@ -60,7 +61,7 @@ def pose(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
 def _open(kind: Any, order: Mapping[str, Any], ref: CodeRef, example: Example) -> Any:
     """Return an environment's opening of an example. Raises: ConfigError if it varies with equal seeds."""
     worlds = [make_task(kind, order["values"]) for _ in range(2)]
-    first, second = [await_if_needed(opening_of(world)(example, OPENING_SEED)) for world in worlds]
+    first, second = [asyncio.run(call_foreign(opening_of(one), example, OPENING_SEED)) for one in worlds]
     if first != second:
         raise _refuse(
             ref,

@@ -117,15 +117,6 @@ async def call_foreign(function: Callable[..., Any], /, *values: Any, **named: A
     return await returned if inspect.isawaitable(returned) else returned
 
 
-def await_if_needed(returned: Any) -> Any:
-    """Return the value that a user's function returned, or the result of its coroutine."""
-
-    async def wait() -> Any:
-        return await returned
-
-    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
-
-
 def as_outcome(verdict: Any, where: str, full_marks: float) -> Outcome:
     """Convert a class's verdict on a reply or an attempt to an outcome; correct means full marks.
 
