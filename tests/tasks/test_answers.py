@@ -23,7 +23,7 @@ from strop.tasks.answers import (
 )
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
-from strop.tasks.prompt import PosedMessage, Thinking
+from strop.tasks.prompt import PosedMessage
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import verdict
 from tests.fixtures.row_files import write_rows
@@ -175,4 +175,4 @@ def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name:
         for example in task.examples(split):
             last = task.render(example)[-1]
             assert isinstance(last, PosedMessage)
-            assert (last.role, last.thinking) == ("user", Thinking.ON)
+            assert (last.role, last.thinking) == ("user", "on")

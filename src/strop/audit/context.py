@@ -187,14 +187,14 @@ class AuditContext:
 
     def spoken(self) -> list[Example]:
         """Return the examples whose replies are no programs."""
-        return [example for example in self.examples if self.task.program_form(example) is None]
+        return [example for example in self.examples if self.task.entry_point(example) is None]
 
     def in_form(self, example: Example, answer: str) -> str:
         """Return a reply with an answer in the shortest right reply's form, or a program that returns it."""
-        if (form := self.task.program_form(example)) is not None:
-            name = form.entry_point or "main"
+        if (entry_point := self.task.entry_point(example)) is not None:
+            name = entry_point or "main"
             body = f"    return {answer if answer in _LITERALS else repr(answer)}"
-            call = [] if form.entry_point else ["print(main())"]
+            call = [] if entry_point else ["print(main())"]
             return fence("\n".join([f"def {name}(*args, **keywords):", body, *call]))
         golds = [
             gold for gold in self.task.gold_replies(example) if example.answer and example.answer in gold

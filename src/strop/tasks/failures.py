@@ -42,7 +42,6 @@ class AttemptFailed(Exception):
         self.kind = kind
 
     def __str__(self) -> str:
-        """Return the detail."""
         return str(self.args[2])
 
 
@@ -60,11 +59,9 @@ class catch_failure:
         self._owner = owner
 
     def __enter__(self) -> catch_failure:
-        """Begin the block."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Keep an exception, unless it concerns the whole run."""
         if not isinstance(error, Exception | SystemExit) or isinstance(error, _OF_THE_RUN):
             return False
         self.failure = to_failure(error, self._owner() if callable(self._owner) else self._owner)

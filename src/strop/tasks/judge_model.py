@@ -88,10 +88,8 @@ class JudgeModel:
 
     def require_values(self, values: Mapping[str, str], place: str) -> None:
         """Refuse a row, at `place`, without a text for a place of the rubric. Raises: DataError."""
-        missing = [
-            name for name in _names(self._rubric) if name != "reply" and not values.get(name, "").strip()
-        ]
-        if missing:
+        places = _PLACE.findall(self._rubric)
+        if missing := [name for name in places if name != "reply" and not values.get(name, "").strip()]:
             raise DataError(
                 f"{place} has no text for {{{{{missing[0]}}}}} of the rubric {self._spec.rubric[:80]}",
                 allowed=f"places that every row has a text for; this one has {', '.join(sorted(values))}",
@@ -139,9 +137,8 @@ class JudgeModel:
         key = hashlib.sha256(f"{self.digest}\0{question}".encode()).hexdigest()
         path = user_cache_dir() / "judgements" / key[:2] / f"{key}.txt"
         num = len(replies) if self._spec.compares else None
-        if path.exists() and not isinstance(
-            kept := read_scores(path.read_text("utf-8", "replace"), num), Failure
-        ):
+        kept = read_scores(path.read_text("utf-8", "replace") if path.exists() else "", num)
+        if not isinstance(kept, Failure):
             return kept, True
         answer = await self._ask(question)
         scores = answer if isinstance(answer, Failure) else read_scores(answer, num)
@@ -235,7 +232,7 @@ def read_rubric(name: str) -> str:
             allowed=f"{', '.join(BUILT_IN)}, or a text file in UTF-8",
             next_step="correct the path in task.rubric",
         ) from error
-    names = _names(rubric)
+    names = dict.fromkeys(_PLACE.findall(rubric))
     faults = [f"the place {{{{{one}}}}}" for one in names if not re.fullmatch(r"[A-Za-z_]\w*", one)]
     faults += [f"no place {{{{{one}}}}}" for one in ("prompt", "reply") if one not in names]
     if faults:
@@ -245,10 +242,6 @@ def read_rubric(name: str) -> str:
             next_step="write the place into the file; a name has letters, digits and underscores",
         )
     return rubric
-
-
-def _names(rubric: str) -> list[str]:
-    return list(dict.fromkeys(_PLACE.findall(rubric)))
 
 
 def wrap_reply(reply: str) -> str:

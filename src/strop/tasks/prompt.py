@@ -7,12 +7,11 @@ evaluation and sampling (TOK-3).
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 
 SYSTEM = "system"
 """Role of the system message."""
+Thinking = Literal["off", "on", "model_default"]
+"""The values of `task.thinking`."""
 
 
 class PromptFormat(StrEnum):
@@ -52,41 +53,32 @@ class PromptFormat(StrEnum):
     """Plain text, for models without chat training."""
 
 
-class Thinking(StrEnum):
-    """Whether a chat model is asked to think before it answers; the values of `task.thinking`."""
-
-    OFF = "off"
-    ON = "on"
-    MODEL_DEFAULT = "model_default"
-    """The default of the chat template."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PosedMessage(Message):
     """The message that poses a problem, for a chat and in plain text."""
 
     base: str | None = None
     """The complete prompt for a model without chat training, verbatim; None: the content."""
-    thinking: Thinking = Thinking.MODEL_DEFAULT
-    """For chat models only."""
+    thinking: Thinking = "model_default"
+    """Whether a chat model is asked to think before it answers; by default as its chat template does."""
     tools: tuple[str, ...] = ()
     """Functions that the conversation may call, as JSON in the form of OpenAI's chat API."""
 
 
 def pose(
-    content: str, *, base: str | None = None, thinking: Thinking | str = Thinking.MODEL_DEFAULT
+    content: str, *, base: str | None = None, thinking: Thinking = "model_default"
 ) -> tuple[Message, ...]:
     """Return the messages that pose a problem: one user turn, with its base form beside it."""
-    return (PosedMessage(role="user", content=content, base=base, thinking=Thinking(thinking)),)
+    return (PosedMessage(role="user", content=content, base=base, thinking=thinking),)
 
 
 def pose_messages(
-    messages: Sequence[Message], thinking: Thinking | str, tools: tuple[str, ...] = ()
+    messages: Sequence[Message], thinking: Thinking, tools: tuple[str, ...] = ()
 ) -> tuple[Message, ...]:
     """Return messages whose last one poses a problem, with tools and the thinking mode."""
     *before, last = messages
     fields = {field.name: getattr(last, field.name) for field in dataclasses.fields(Message)}
-    return (*before, PosedMessage(**fields, thinking=Thinking(thinking), tools=tools))
+    return (*before, PosedMessage(**fields, thinking=thinking, tools=tools))
 
 
 def tools_of(messages: Sequence[Message]) -> tuple[str, ...]:
@@ -97,7 +89,7 @@ def tools_of(messages: Sequence[Message]) -> tuple[str, ...]:
 def thinking_of(messages: Sequence[Message]) -> bool | None:
     """Return whether the model is asked to think, by the last message that was posed; None: as it does."""
     asked = _posed(messages).thinking
-    return None if asked is Thinking.MODEL_DEFAULT else asked is Thinking.ON
+    return None if asked == "model_default" else asked == "on"
 
 
 def _posed(messages: Sequence[Message]) -> PosedMessage:
@@ -143,20 +135,12 @@ def read_with_tools(
 
 
 _PROBE_CALL = ToolCall(name="get_weather", arguments='{"city": "Paris", "days": 3}', call_id="000000000")
-_PROBE_PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "description": "The city."},
-        "days": {"type": "integer", "description": "Days ahead."},
-    },
-    "required": ["city"],
-}
-_PROBE_FUNCTION = {
-    "name": _PROBE_CALL.name,
-    "description": "Return the weather of a city.",
-    "parameters": _PROBE_PARAMETERS,
-}
-_PROBE_TOOL = json.dumps({"type": "function", "function": _PROBE_FUNCTION})
+_PROBE_TOOL = """
+{"type": "function", "function": {"name": "get_weather", "description": "Return the weather of a city.",
+ "parameters": {"type": "object", "required": ["city"], "properties": {
+  "city": {"type": "string", "description": "The city."},
+  "days": {"type": "integer", "description": "Days ahead."}}}}}
+"""
 
 
 def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> PromptFormat:
@@ -307,7 +291,7 @@ class Prompted(TaskWrapper):
                     next_step="correct the name; '{{' and '}}' stand for braces",
                 )
             text, last = fill(template, known), messages[-1]
-            thinking = last.thinking if isinstance(last, PosedMessage) else Thinking.MODEL_DEFAULT
+            thinking = last.thinking if isinstance(last, PosedMessage) else "model_default"
             messages = (PosedMessage(role=last.role, content=text, base=text, thinking=thinking),)
         return with_system(messages, self._spec.system_prompt, example)
 

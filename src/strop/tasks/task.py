@@ -63,14 +63,6 @@ def right_or_wrong(is_correct: bool, *, format_ok: bool, extracted: str | None =
     return Outcome(parts=parts, is_correct=is_correct, format_ok=format_ok, extracted=extracted)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramForm:
-    """How the program of a reply is run."""
-
-    entry_point: str | None
-    """The name that it must define; None: it runs as a whole, reads its input and prints."""
-
-
 class Task(ABC):
     """One verifiable task: what every task has, and defaults of what only some have."""
 
@@ -149,8 +141,8 @@ class Task(ABC):
         """Return the values that a prompt template may use."""
         return example.fields
 
-    def program_form(self, example: Example) -> ProgramForm | None:
-        """Return how the program of a reply is run; None if replies are not programs."""
+    def entry_point(self, example: Example) -> str | None:
+        """Return the name that a reply's program must define, '' if it runs as a whole; None: no program."""
         return None
 
     def row_keys(self) -> Mapping[str, str | None]:
@@ -230,7 +222,7 @@ class TasksInOne(Task):
     part_of = _passed_on(Task.part_of)
     problem_of = _passed_on(Task.problem_of)
     prompt_fields = _passed_on(Task.prompt_fields)
-    program_form = _passed_on(Task.program_form)
+    entry_point = _passed_on(Task.entry_point)
     compares = _passed_on(Task.compares)
     verify_member = _passed_on(Task.verify_member)
     verify_group = _passed_on(Task.verify_group)

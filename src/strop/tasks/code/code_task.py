@@ -36,7 +36,7 @@ from strop.tasks.rows.row_task import (
     require_texts,
     wrong_type,
 )
-from strop.tasks.task import ProgramForm, TaskLimits
+from strop.tasks.task import TaskLimits
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0
 """Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
@@ -125,9 +125,9 @@ class CodeTask(RowTask):
             job = replace(job, wall_s=wall_s, test_s=_TEST_S, packages=_PACKAGES)
         return await judge_reply(text, job, self._spec, head)
 
-    def program_form(self, example: Example) -> ProgramForm:
-        """Return the name of the function that is called; None: the program runs as a whole."""
-        return ProgramForm(entry_point=next(iter(example.fields["names"]), None))
+    def entry_point(self, example: Example) -> str:
+        """Return the name of the function that is called; '': the program runs as a whole."""
+        return str(next(iter(example.fields["names"]), ""))
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the reference program: fenced, and as it ends or goes on a prompt in plain text."""

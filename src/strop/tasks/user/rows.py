@@ -20,7 +20,6 @@ from strop.tasks.code.row_tests import read_tests
 from strop.tasks.rows.demonstrations import SftRow, read_sft_row, refuse_double_names
 from strop.tasks.rows.judged_rows import COMPARING, REWARD_HELP, SANDBOXED, JudgedRows, RewardSection, RowForm
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.task import ProgramForm
 
 _MAX_REPLY_TOKENS = 1024
 _TESTS = "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md"
@@ -149,11 +148,11 @@ class Rows(JudgedRows):
             self._needed |= dict.fromkeys(names, f"task.gold={template!r}")
         self._needed |= {} if answer is None else {answer: f"task.answer={answer!r}"}
 
-    def program_form(self, example: Example) -> ProgramForm | None:
+    def entry_point(self, example: Example) -> str | None:
         """Return how a reply's program is used, if its tests alone decide."""
         if self._spec.reward != (SANDBOXED,) or example.answer is None:
             return None
-        return ProgramForm(entry_point=next(iter(read_tests(self._answer_of(example)).names), None))
+        return next(iter(read_tests(self._answer_of(example)).names), "")
 
     def _read(self, row: Row) -> tuple[dict[str, Any], Any] | str:
         return dict(row.values), row.values.get(self._form.answer or "")
