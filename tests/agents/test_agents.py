@@ -17,7 +17,8 @@ import pytest
 
 from strop.agents.face import lease_face
 from strop.engine import Completion, GenerationRequest
-from strop.environments import PromptCache, choose_environment, run_rollout
+from strop.environments import choose_environment, run_rollout
+from strop.environments.extending import PromptCache
 from strop.environments.recording import CallsUsedUp, Recorder
 from strop.errors import EngineError
 from strop.rollout import CONVERSATION, FailureOwner, FinishReason, Message, Rollout, Split, Turn

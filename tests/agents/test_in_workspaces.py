@@ -115,8 +115,8 @@ def test_what_was_done_in_its_time_counts(tmp_path: Path, repository: Path, agen
     for limit_s in (1.5, 6.0, 60.0):
         task = make_with(tmp_path, repository, agent, agent_limit_s=limit_s)
         outcome = play(tmp_path, task, f"{FIX}; sleep 600").outcome
-        # Else the time was over before it had asked.
-        if outcome.failure is None:
+        # Else the time was over before it had asked, or had done what it was told.
+        if outcome.reward == 1.0:
             break
     assert (outcome.reward, outcome.truncated) == (1.0, True), outcome
 

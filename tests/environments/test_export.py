@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,9 @@ def test_another_version_than_was_exported_is_refused(own: Path, tmp_path: Path)
         Player({**said["section"], "max_value": 9}, said["version"])
 
 
-def test_an_attempt_is_played_without_verifiers_and_a_fault_is_no_score(own: Path) -> None:
+def test_an_attempt_is_played_without_verifiers_and_a_fault_is_no_score(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     section = read_task(f"{own}/own.py:Counting", [])
     player = Player(section.model_dump(mode="json"), build_task(section).version)
 
@@ -131,17 +134,18 @@ def test_an_attempt_is_played_without_verifiers_and_a_fault_is_no_score(own: Pat
             message = {"role": "assistant", **({"content": said} if isinstance(said, str) else said)}
             return httpx.Response(200, json={"choices": [{"message": message, "finish_reason": reason}]})
 
-        client = httpx.AsyncClient(base_url="http://x", transport=httpx.MockTransport(answer))
-        return asked, asyncio.run(player.play_with(client, "train", 1, "m"))
+        served = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr("strop.environments.export.playing.httpx.AsyncClient", served)
+        return asked, asyncio.run(player.play("train", 1, "m", "http://x", "key"))
 
     two_calls = native(("add", '{"number": 1}'), ("add", '{"num'))
     (_, second, third), outcome = play(two_calls, call("add", number=1))
     roles = [(one["role"], one.get("tool_call_id")) for one in second[-2:]]
     assert roles == [("tool", "c0"), ("tool", "c1")]
-    assert "cannot be read" in second[-1]["content"]
+    assert "unreadable" in second[-1]["content"]
     assert third[-1] == {"role": "user", "content": "add returned:\nThe total is 2."}
     assert outcome["parts"] == {"reward": 1.0}
-    assert (outcome["metrics"]["num_tool_calls"], outcome["metrics"]["num_format_errors"]) == (2.0, 1.0)
+    assert (outcome["metrics"]["num_tool_calls"], outcome["metrics"]["num_format_errors"]) == (3.0, 1.0)
     hermes = '<tool_call>\n{"name": "add", "arguments": {"number": 2}}\n</tool_call>'
     asked, outcome = play(hermes, hermes, reason="length")
     assert (len(asked), outcome["parts"]) == (1, {"reward": 1.0})

@@ -54,10 +54,11 @@ def url() -> Iterator[str]:
 
 @pytest.mark.slow
 def test_an_attempt_earns_what_the_environment_says(tmp_path: Path, url: str) -> None:
-    task = make(url, instructions="Add numbers.")
+    task = make(url, system_prompt="Add numbers.")
     # The seed of the first example to train on is 1.
     rollout = play(tmp_path, task, f"Well: {ONE}", '{"number": 4} or rather {"number": 2}')
-    assert rollout.turns[0].text.count("Add numbers.\n\nCount up to 3.") == 1
+    assert "Add numbers." in rollout.turns[0].text
+    assert rollout.turns[0].text.count("Count up to 3.") == 1
     assert "The total is 1." in rollout.turns[2].text
     assert rollout.outcome.reward == 1.0, rollout.outcome
     assert rollout.outcome.turn_rewards == (0.0, 1.0)

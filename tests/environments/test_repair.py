@@ -18,8 +18,7 @@ from strop.audit import AuditSettings, ProbeStatus, run_audit, self_test
 from strop.engine import GenerationRequest
 from strop.environments import choose_environment, run_group
 from strop.environments.groups import NUM_REFILLS
-from strop.environments.repair import RepoRepair, RepoRepairSpec
-from strop.environments.repair_rows import RepairRow, read_passed
+from strop.environments.repair import RepairRow, RepoRepair, RepoRepairSpec, read_passed
 from strop.errors import DataError
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.rollout import Example, FailureOwner, Split
@@ -395,7 +394,7 @@ PASSED
 def test_the_audits_attacks_find_nothing(tmp_path: Path, repository: Path) -> None:
     make(tmp_path, repository, {"sandbox": "bubblewrap", "min_isolation": "namespace"})
     spec = RepoRepairSpec(name="repo-repair", source=str(tmp_path), memory_gib=0.25, disk_gib=0.0625)
-    settings = AuditSettings(num_examples=1, probes=("empty", "gold", "forgeries", "judge_injection"))
+    settings = AuditSettings(num_examples=1, probes=("empty", "gold", "judge_injection"))
     report = asyncio.run(run_audit(build_task(spec), settings))
     found = {one.probe: (one.status, one.detail) for one in report.probes}
     assert {status for status, _ in found.values()} == {ProbeStatus.PASS}, found

@@ -127,13 +127,10 @@ def test_request_says_what_the_plan_and_the_task_say(tokenizer: Tokenizer) -> No
     assert request.sampling == Sampling(temperature=0.8)
 
 
-def test_time_is_kept_by_stage(tokenizer: Tokenizer) -> None:
+def test_time_is_kept_by_stage(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([1.0, 4.0, 10.0, 10.5])
-    rollout = asyncio.run(
-        run_rollout(
-            SingleTurn(TASK), DummyEngine(tokenizer, ["7"]), tokenizer, plan(), clock=lambda: next(ticks)
-        )
-    )
+    monkeypatch.setattr("strop.environments.rollout.perf_counter", lambda: next(ticks))
+    rollout = attempt(SingleTurn(TASK), DummyEngine(tokenizer, ["7"]), tokenizer)
     # Generation from 1 to 4, judging from 10 to 10.5.
     assert rollout.seconds == {"generate": 3.0, "verify": 0.5}
 
@@ -309,8 +306,7 @@ def test_the_owner_of_a_failure_survives_pickling() -> None:
     assert (error.owner, error.kind, str(error)) == (FailureOwner.INFRA, "disk_full", "no room")
 
 
-@pytest.mark.parametrize("max_attempt_s", [None, 60.0])
-def test_cancellation_ends_the_request_and_closes(tokenizer: Tokenizer, max_attempt_s: float | None) -> None:
+def test_cancellation_ends_the_request_and_closes(tokenizer: Tokenizer) -> None:
     ended = []
 
     class SilentEngine(DummyEngine):
@@ -322,7 +318,6 @@ def test_cancellation_ends_the_request_and_closes(tokenizer: Tokenizer, max_atte
             raise AssertionError("the event is never set")
 
     environment = asking("a?")
-    environment.max_attempt_s = max_attempt_s
 
     async def act() -> None:
         rollout = asyncio.ensure_future(

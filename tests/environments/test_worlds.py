@@ -259,22 +259,6 @@ def test_an_attempt_ends_at_its_tokens_and_is_marked_as_cut(tmp_path: Path) -> N
     assert rollout.outcome.reward == 1.0
 
 
-def test_an_attempt_ends_at_its_time(tmp_path: Path) -> None:
-    task, tokenizer = build(COUNTING, "environment.max_attempt_s=100"), tokenizer_of(tmp_path)
-    engine = DummyEngine(tokenizer, [call("add", number=number) for number in (1, 0, 5)])
-    rollout = asyncio.run(
-        run_rollout(
-            choose_environment(task)(),
-            engine,
-            tokenizer,
-            plan_of(task),
-            clock=lambda: 60.0 * len(engine.requests),
-        )
-    )
-    assert rollout.outcome.metrics["stopped_by_time"] == 1.0
-    assert (rollout.outcome.truncated, rollout.outcome.reward) == (True, 1.0)
-
-
 def test_right_attempts_of_the_class_pass_the_self_test() -> None:
     task = build()
     assert asyncio.run(self_test(task, task.examples(Split.TRAIN))) == []

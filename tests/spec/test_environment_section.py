@@ -35,10 +35,10 @@ def write(path: Path, text: str) -> Path:
 
 def test_it_is_read_and_written_under_its_own_name(tmp_path: Path) -> None:
     file = write(tmp_path / "run.toml", 'name = "x"\n[environment]\nname = "guess-number"\nmax_turns = 3\n')
-    resolved = load_spec(file, ["environment.max_value=30", "task.max_attempt_s=5"])
+    resolved = load_spec(file, ["environment.max_value=30", "task.max_attempt_tokens=5"])
     section = resolved.spec.task
     assert isinstance(section, GuessNumberSpec)
-    assert (section.max_turns, section.max_value, section.max_attempt_s) == (3, 30, 5.0)
+    assert (section.max_turns, section.max_value, section.max_attempt_tokens) == (3, 30, 5)
     written = write_spec(resolved)
     assert "[environment]" in written
     assert "[task]" not in written

@@ -12,10 +12,10 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from strop.agents.protocol import FORMS, ModelRequest, Refused, Session, read_request
@@ -24,15 +24,15 @@ from strop.engine.wire import require_server_part
 from strop.environments.recording import Call, CallsUsedUp, CallTooLong, Recorder
 from strop.errors import ConfigError, DataError, StropError, describe_error
 
-_MAX_BODY_BYTES = 64 << 20
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError, ImportError)
 """What a request in another form raises, or one that a missing package could read."""
-_UNSERVED = ("bad_request", "not_found", "too_large", "unsupported_value", "previous_response_not_found")
+_UNSERVED = ("bad_request", "not_found", "unsupported_value", "previous_response_not_found")
 """Codes of requests that no attempt serves."""
 _MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "strop"}
-
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -53,6 +53,8 @@ class Face:
         """Serve on a free port of the loopback address."""
         require_server_part("uvicorn")
         import uvicorn
+        from starlette.applications import Starlette
+        from starlette.routing import Route
 
         class Server(uvicorn.Server):
             """A server that leaves signals to its process."""
@@ -66,10 +68,8 @@ class Face:
         self._closed: set[str] = set()
         self._listener = listen()
         self.url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
-        config = uvicorn.Config(
-            self._answer, interface="asgi3", lifespan="off", log_config=None, access_log=False
-        )
-        self._server = Server(config)
+        app = Starlette(routes=[Route("/r/{name}/v1/{path:path}", self._answer, methods=["GET", "POST"])])
+        self._server = Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
         # The socket listens already: requests that come before the server runs wait for a moment.
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
 
@@ -91,36 +91,36 @@ class Face:
             del self._open[name]
             self._closed.add(name)
 
-    async def _answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+    async def _answer(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
         rollout: _Open | None = None
-        path = scope["path"].split("/v1/", 1)[-1]
+        path = request.path_params["path"]
         try:
-            rollout = self._authorize(scope)
-            if scope["method"] == "GET" and path == "models":
+            rollout = self._authorize(request)
+            if request.method == "GET" and path == "models":
                 model = {**_MODEL, "max_model_len": rollout.recorder.max_positions}
-                await _send_json(send, 200, {"object": "list", "data": [model]})
-            elif scope["method"] == "POST" and path in FORMS:
-                await _complete(rollout, path, scope, receive, send)
-            else:
-                raise Refused(404, f"there is no {scope['method']} {path!r:.100}", "not_found")
+                return JSONResponse({"object": "list", "data": [model]})
+            if request.method != "POST" or path not in FORMS:
+                raise Refused(404, f"there is no {request.method} {path!r:.100}", "not_found")
+            return await _complete(rollout, path, request)
         except Refused as refused:
             if rollout is not None and refused.code in _UNSERVED:
                 rollout.recorder.refused_request = f"{path}: {refused}"
             error = {"message": str(refused), "type": "invalid_request_error", "param": None}
-            await _send_json(send, refused.status, {"error": {**error, "code": refused.code}})
+            # An engine's failure loses this rollout: a retry is of no use.
+            headers = {"x-should-retry": "false"} if refused.status == 500 else None
+            return JSONResponse({"error": {**error, "code": refused.code}}, refused.status, headers)
 
-    def _authorize(self, scope: Mapping[str, Any]) -> _Open:
-        parts = scope["path"].split("/")
-        name = parts[2] if len(parts) > 3 and parts[1] == "r" else ""
+    def _authorize(self, request: Request) -> _Open:
+        name = request.path_params["name"]
         if name in self._closed:
             raise Refused(410, "this rollout is over", "gone")
         rollout = self._open.get(name)
         if rollout is None:
             raise Refused(404, "there is no such rollout", "not_found")
-        key = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
-        if not hmac.compare_digest(key, rollout.key.encode()):
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key.encode(), rollout.key.encode()):
             raise Refused(401, "the key is not this rollout's", "invalid_api_key")
         return rollout
 
@@ -144,36 +144,36 @@ async def lease_face() -> AsyncIterator[Face]:
             await face.close()
 
 
-async def _complete(
-    rollout: _Open, path: str, scope: Mapping[str, Any], receive: Receive, send: Send
-) -> None:
+async def _complete(rollout: _Open, path: str, request: Request) -> Response:
     """Answer a request. A retry that a library declares as one gets the same replies. Raises: Refused."""
-    body = await _read_body(receive)
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse, Response
+
     try:
-        request = read_request(path, json.loads(body), rollout.session)
-    except _UNREADABLE as error:
+        body = await request.body()
+        wanted = read_request(path, json.loads(body), rollout.session)
+    except (*_UNREADABLE, ClientDisconnect) as error:
         raise Refused(400, f"this request cannot be read: {error}", "bad_request") from error
     digest = hashlib.blake2b(path.encode() + b"\n" + body).digest()
     asking = rollout.answers.get(digest)
-    is_retry = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
+    is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
     if asking is None or not is_retry:
-        asking = rollout.answers[digest] = asyncio.ensure_future(_ask(rollout, request))
-    gone: asyncio.Future[Any] = asyncio.ensure_future(_wait_for_disconnect(receive))
+        asking = rollout.answers[digest] = asyncio.ensure_future(_ask(rollout, wanted))
+    gone: asyncio.Future[Any] = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         both: list[asyncio.Future[Any]] = [asking, gone]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():
             # The client is gone, but may retry and still want the reply.
             asking.add_done_callback(_mark_undelivered)
-            return
+            return Response()
         calls = asking.result()
         for call in calls:
             call.is_delivered = True
         answer, stream = FORMS[path]
-        if request.body.get("stream"):
-            await _send(send, 200, b"text/event-stream", stream(request, calls).encode())
-        else:
-            await _send_json(send, 200, answer(request, calls))
+        if wanted.body.get("stream"):
+            return Response(stream(wanted, calls), media_type="text/event-stream")
+        return JSONResponse(answer(wanted, calls))
     finally:
         gone.cancel()
 
@@ -209,32 +209,6 @@ async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
     return calls
 
 
-async def _read_body(receive: Receive) -> bytes:
-    body = b""
-    while True:
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            raise Refused(400, "the request was cut", "bad_request")
-        body += bytes(event.get("body", b""))
-        if len(body) > _MAX_BODY_BYTES:
-            raise Refused(413, f"a request has {_MAX_BODY_BYTES} bytes at most", "too_large")
-        if not event.get("more_body"):
-            return body
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
         continue
-
-
-async def _send_json(send: Send, status: int, content: Mapping[str, Any]) -> None:
-    await _send(send, status, b"application/json", json.dumps(content, ensure_ascii=False).encode())
-
-
-async def _send(send: Send, status: int, kind: bytes, body: bytes) -> None:
-    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
-    if status == 500:
-        # An engine's failure loses this rollout: a retry is of no use.
-        headers.append((b"x-should-retry", b"false"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -23,33 +23,33 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from urllib.parse import urlsplit
+
+from typing_extensions import override
 
 from strop.agents import calling
 from strop.agents.face import Face, lease_face
 from strop.environments.contract import Action, Environment, StepResult
-from strop.environments.played import to_messages
 from strop.environments.recording import Recorder
 from strop.environments.single_turn import Answered
 from strop.environments.workspace import Guest, Workspace
-from strop.environments.worlds import WorldTask
+from strop.environments.worlds import PlayedWorld, WorldTask
 from strop.errors import ConfigError, DataError
-from strop.rollout import Example, FailureOwner, Message, Outcome
+from strop.rollout import Example, FailureOwner, Message
 from strop.sandbox.contract import ExecKind
 from strop.spec.task import EnvironmentSection, TaskSection
 from strop.tasks import Task
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import without_tools
-from strop.tasks.task import TaskLimits, TaskWrapper, within_bounds
+from strop.tasks.task import TaskLimits, TaskWrapper
 from strop.user_code import CodeRef, hash_sources, inspect_function, is_code
 
-_MAX_ANSWER_BYTES = 16 << 20
 _MAX_ERROR_CHARS = 2000
 _MODEL = "policy"
+_MANY = 1 << 30
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH")
 """The variables of this process that a program gets; none has a key of the run."""
 
@@ -77,22 +77,20 @@ class AgentTask(TaskWrapper):
 
     def _check_place(self, spec: TaskSection) -> None:
         """Refuse a program that the task's attempts cannot run. Raises: ConfigError."""
-        fault = ""
-        if self.workspaces is None and self.paths:
-            fault = f"task.agent_paths={list(self.paths)}: a program that answers a task works in no sandbox"
-        elif self.workspaces is not None and not self.workspaces.is_workspace:
-            fault = f"the attempts of {self.name} consist of turns and have no workspace"
-        elif isinstance(spec, EnvironmentSection):
-            place = getattr(spec, "sandbox", "auto")
-            if is_code(self.agent):
-                fault = "a function cannot be called in a sandbox"
-            elif place == "remote":
-                fault = "task.sandbox=remote: the model is not reached from another machine's sandboxes"
-            elif spec.mcp_servers:
-                fault = f"task.mcp_servers={list(spec.mcp_servers)}: a program works with its own tools"
+        world, place = self.workspaces, getattr(spec, "sandbox", "auto")
+        servers = spec.mcp_servers if isinstance(spec, EnvironmentSection) else ()
+        faults = {
+            "its environments have their own agents": not world and self._task.world,
+            f"task.agent_paths={list(self.paths)}: it works in no sandbox": not world and self.paths,
+            "its attempts consist of turns and have no workspace": world and not world.is_workspace,
+            "a function cannot be called in a sandbox": world and is_code(self.agent),
+            "task.sandbox=remote: the model is not reached from there": world and place == "remote",
+            f"task.mcp_servers={list(servers)}: a program works with its own tools": servers,
+        }
+        fault = next((fault for fault, is_so in faults.items() if is_so), "")
         if fault:
             raise ConfigError(
-                f"task.agent={self.agent}: {fault}",
+                f"task.agent={self.agent} for {self.name}: {fault}",
                 allowed="a program for a task of one reply; a command, and its paths, for an environment with"
                 " a workspace in sandboxes of this machine",
                 next_step="remove task.agent, or correct the setting that does not go with it",
@@ -105,15 +103,14 @@ class AgentTask(TaskWrapper):
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @property
+    @override
     def world(self) -> AgentTask:
-        """This object; see `tasks.task`."""
         return self
 
     def make_environment(self, judge: Judge | None = None) -> AgentEnvironment | WorkspaceAttempt:
         """Make one attempt."""
-        if self.workspaces is None:
-            return AgentEnvironment(self, judge)
-        return WorkspaceAttempt(self, self.workspaces)
+        world = self.workspaces
+        return AgentEnvironment(self, judge) if world is None else WorkspaceAttempt(self, world)
 
     def attempt_tokens(self, limits: TaskLimits) -> int:
         """Return the limit on sampled tokens of an attempt."""
@@ -128,7 +125,7 @@ class Conducted(Environment):
     """An attempt that a program conducts: it takes no replies and holds no resources."""
 
     is_conducted = True
-    max_turns = 1 << 30
+    max_turns = _MANY
 
     async def step(self, action: Action) -> StepResult:
         """Refuse a reply. Raises: DataError."""
@@ -159,7 +156,7 @@ class AgentEnvironment(Answered, Conducted):
         async with AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             face = await stack.enter_async_context(lease_face())
-            access = await stack.enter_async_context(_open(face, recorder)) | {"TMPDIR": folder}
+            access = _access(*await stack.enter_async_context(face.open(recorder))) | {"TMPDIR": folder}
             if is_code(self._task.agent):
                 ref = CodeRef.parse(self._task.agent)
                 words = [sys.executable, "-m", calling.__name__]
@@ -173,47 +170,45 @@ class AgentEnvironment(Answered, Conducted):
             self.answer = answer
 
 
-class WorkspaceAttempt(Conducted):
+class WorkspaceAttempt(PlayedWorld):
     """One attempt of a program that works in the attempt's sandbox, in place of the workspace's tools."""
 
+    is_conducted = True
+
     def __init__(self, task: AgentTask, world: WorldTask) -> None:
-        self._task = task
-        self._world = world
+        super().__init__(world)
+        self._agent = task
         self._messages: tuple[Message, ...] = ()
-        self._workspace: Workspace | None = None
         self._held = AsyncExitStack()
         self._face: Face | None = None
-        self.max_attempt_tokens = task.max_tokens
+        self.max_turns, self.max_attempt_tokens = _MANY, task.max_tokens
 
+    @override
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Make the sandbox, with a way to the model, and pose the example.
-
-        Raises: as the workspace does.
-        """
-        await self.close()
         self._face = await self._held.enter_async_context(lease_face())
-        workspace: Workspace = self._world.make_placed()
-        guest = Guest(endpoint=urlsplit(self._face.url).netloc, paths=self._task.paths)
-        workspace.place = replace(workspace.place, guest=guest)
-        self._held.push_async_callback(workspace.close)
-        self._workspace = workspace
-        messages = to_messages(await workspace.reset(example, seed))
-        self._messages = without_tools(self._world.pose(messages, example))
+        self._messages = without_tools(await super().reset(example, seed))
         return self._messages
+
+    @override
+    def _make_own(self) -> Workspace:
+        assert self._face is not None
+        workspace: Workspace = super()._make_own()
+        guest = Guest(endpoint=urlsplit(self._face.url).netloc, paths=self._agent.paths)
+        workspace.place = replace(workspace.place, guest=guest)
+        return workspace
 
     async def act(self, recorder: Recorder) -> None:
         """Run the program in the sandbox until it ends or its time limit passes.
 
         Raises: AttemptFailed if it cannot be started there, or its exit code is not 0.
         """
-        assert self._workspace is not None
         assert self._face is not None
-        workspace = self._workspace
-        words = _to_words(self._task.agent, workspace.folder or workspace.sandbox.scratch, self._messages)
+        workspace: Workspace = self._own
+        words = _to_words(self._agent.agent, workspace.folder or workspace.sandbox.scratch, self._messages)
         problem = json.dumps(_to_problem(workspace.example, self._messages)).encode()
-        async with _open(self._face, recorder) as access:
+        async with self._face.open(recorder) as opened:
             result = await workspace.run_program(
-                words, stdin=problem, env=access, wall_limit_s=self._task.limit_s
+                words, stdin=problem, env=_access(*opened), wall_limit_s=self._agent.limit_s
             )
         if result is None:
             return
@@ -225,17 +220,12 @@ class WorkspaceAttempt(Conducted):
         if result.kind is ExecKind.EXITED and result.exit_code:
             raise _failed("agent_failed", f"{words[0]} ended with code {result.exit_code}", output)
 
-    async def score(self) -> Outcome:
-        """Grade the work. Raises: DataError before `reset`."""
-        if self._workspace is None:
-            raise DataError(f"{self._task.name}: score before reset")
-        outcome = self._world.to_outcome(await self._workspace.score())
-        return within_bounds(outcome, self._world.limits)
-
+    @override
     async def close(self) -> None:
-        """Stop the sandbox."""
-        self._workspace = None
-        await self._held.aclose()
+        try:
+            await super().close()
+        finally:
+            await self._held.aclose()
 
 
 def _failed(kind: str, what: str, output: bytes) -> AttemptFailed:
@@ -256,17 +246,11 @@ def _to_words(command: str, folder: str, messages: tuple[Message, ...]) -> list[
     return [word.replace("{folder}", folder).replace("{prompt}", prompt) for word in shlex.split(command)]
 
 
-@asynccontextmanager
-async def _open(face: Face, recorder: Recorder) -> AsyncIterator[dict[str, str]]:
-    """Open the face to a program for the block; yield the environment variables that it needs."""
-    async with face.open(recorder) as (base_url, key):
-        # OPENAI_API_BASE is an older name of OPENAI_BASE_URL, which litellm reads too.
-        yield {
-            "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_KEY": key,
-            "OPENAI_MODEL": _MODEL,
-            "OPENAI_API_BASE": base_url,
-        }
+def _access(base_url: str, key: str) -> dict[str, str]:
+    """Return the environment variables by which a program finds the model."""
+    # OPENAI_API_BASE is an older name of OPENAI_BASE_URL, which litellm reads too.
+    urls = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), base_url)
+    return {**urls, "OPENAI_API_KEY": key, "OPENAI_MODEL": _MODEL}
 
 
 async def _run(
@@ -285,12 +269,9 @@ async def _run(
             stderr=asyncio.subprocess.PIPE,
             env=environ,
             start_new_session=True,
-            limit=_MAX_ANSWER_BYTES,
         )
     except OSError as error:
-        raise _failed(
-            "agent_missing", f"{words[0]} cannot be started", str(error.strerror).encode()
-        ) from error
+        raise _failed("agent_missing", f"{words[0]} cannot be started: {error.strerror}", b"") from error
     talking = asyncio.ensure_future(process.communicate(json.dumps(problem).encode()))
     try:
         done, _ = await asyncio.wait([talking], timeout=limit_s)

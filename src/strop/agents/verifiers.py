@@ -16,15 +16,16 @@ from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from strop.agents.face import lease_face
 from strop.agents.task import Conducted
 from strop.environments.guests.guest import Guest, guest_of
 from strop.environments.recording import Recorder
-from strop.errors import ConfigError, DataError
+from strop.errors import DataError
 from strop.io.notices import tell
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
-from strop.spec.base import FreeTable, expert
+from strop.spec.base import FreeTable, Unhashed, expert
 from strop.spec.task import TaskSection
 from strop.store.python_environment import PythonEnvironment, ensure_environment
 from strop.tasks.failures import AttemptFailed
@@ -37,6 +38,7 @@ from strop.user_code import hash_sources
 
 RELEASES = {"v1": "0.4.0", "v0": "0.3.1"}
 """The release of verifiers that runs an environment of each form."""
+_LIMITS = TaskLimits(max_reply_tokens=1024, max_goldless_frac=1.0)
 _GRACE_S = 60.0
 """Time for the package to score an episode whose agent was stopped by its limit."""
 _FULL_MARKS_SLACK = 1e-9
@@ -78,7 +80,7 @@ class VerifiersSpec(TaskSection):
         " versions, or paths.",
         json_schema_extra=expert("most tasksets are packages"),
     )
-    folder: str | None = Field(
+    folder: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
         description="A folder from which the taskset's module is imported. none = it is installed.",
@@ -93,15 +95,9 @@ class VerifiersSpec(TaskSection):
         default=1.0,
         gt=0.0,
         le=10**6,
-        description="Reward of a correct attempt: the weighted sum of the taskset's rewards.",
+        description="Reward of a correct attempt: the weighted sum of the taskset's rewards. The worst is as"
+        " far below 0.",
         json_schema_extra=expert("each taskset has other marks"),
-    )
-    min_reward: float = Field(
-        default=0.0,
-        ge=-(10**6),
-        le=0.0,
-        description="Reward of the worst attempt.",
-        json_schema_extra=expert("some tasksets have negative marks"),
     )
     num_train: int = Field(
         default=1000, ge=1, le=10**6, description="Most tasks trained on, behind the held-out ones."
@@ -115,42 +111,28 @@ class VerifiersTask(Task):
     name = "verifiers"
 
     def __init__(self, spec: VerifiersSpec) -> None:
-        if spec.agent is not None:
-            raise ConfigError(
-                f"task.agent={spec.agent}: the environments of verifiers have their own agents",
-                allowed="the harness that task.config gives an agent",
-                next_step="remove task.agent",
-            )
         self.spec = spec
-        limits = TaskLimits(
-            max_reply_tokens=1024,
-            max_reward=spec.max_reward,
-            min_reward=spec.min_reward,
-            max_goldless_frac=1.0,
-        )
+        limits = replace(_LIMITS, max_reward=spec.max_reward, min_reward=-spec.max_reward)
         self.limits = fit_limits(limits, spec)
 
     @property
+    @override
     def variant(self) -> str:
-        """The taskset's id."""
         return self.spec.taskset
 
     @cached_property
     def version(self) -> str:
         """Hash over settings, tasks, the release of verifiers, and the taskset's source if it is a file."""
         digest = json.dumps([[example.example_id for example in self.examples(split)] for split in Split])
-        if self.spec.folder is not None:
-            module = self.spec.taskset.replace("-", "_").lower()
-            source = Path(self.spec.folder).expanduser() / f"{module}.py"
-            digest += hash_sources(source) if source.is_file() else ""
-        spec = self.spec.model_copy(update={"folder": None})
-        return hash_version(
-            self.name, "", f"verifiers-{RELEASES[self.spec.form]}-1", self.limits, spec, digest
-        )
+        module = self.spec.taskset.replace("-", "_").lower()
+        source = Path(self.spec.folder or "/dev/null").expanduser() / f"{module}.py"
+        digest += hash_sources(source) if source.is_file() else ""
+        release = f"verifiers-{RELEASES[self.spec.form]}-1"
+        return hash_version(self.name, "", release, self.limits, self.spec, digest)
 
     @property
+    @override
     def world(self) -> VerifiersTask:
-        """This object; see `tasks.task`."""
         return self
 
     def guest(self) -> Guest:
@@ -158,23 +140,21 @@ class VerifiersTask(Task):
         spec = self.spec
         settings = {
             "taskset": spec.taskset,
+            "form": spec.form,
             "folder": None if spec.folder is None else str(Path(spec.folder).expanduser().absolute()),
             "config": spec.config,
             "limit_s": spec.agent_limit_s,
         }
         python = ensure_environment(environment_of(spec.packages, spec.form), say=tell)
-        module = "for_verifiers.py" if spec.form == "v1" else "for_verifiers_v0.py"
-        return guest_of(python, module, settings)
+        return guest_of(python, settings)
 
+    @override
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the tasks of a split; the first tasks are held out.
-
-        Raises: DataError if there are too few; ConfigError like `guest`.
-        """
-        return self._split[split]
+        number = self.spec.num_held_out
+        return self._all[:number] if split is Split.HELD_OUT else self._all[number:]
 
     @cached_property
-    def _split(self) -> Mapping[Split, tuple[Example, ...]]:
+    def _all(self) -> tuple[Example, ...]:
         number = self.spec.num_held_out
         rows: list[dict[str, Any]] = self.guest().ask("tasks", number=number + self.spec.num_train)
         if len(rows) <= number:
@@ -183,28 +163,24 @@ class VerifiersTask(Task):
                 allowed=f"1 to {len(rows) - 1} held-out tasks",
                 next_step="set task.num_held_out",
             )
-        made = [make_example(self.name, {"task": row}, None) for row in rows]
-        return {Split.HELD_OUT: tuple(made[:number]), Split.TRAIN: tuple(made[number:])}
+        return tuple(make_example(self.name, {"task": row}, None) for row in rows)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the first messages of a task, as far as they are known before an episode."""
         row = example.fields["task"]
-        system, prompt = row.get("system_prompt"), row.get("prompt")
-        messages = [Message(role="system", content=system)] if system else []
-        if isinstance(prompt, str):
-            messages.append(Message(role="user", content=prompt))
-        else:
-            messages += [Message(role=turn["role"], content=str(turn["content"])) for turn in prompt or ()]
-        if not messages:
-            messages = [Message(role="user", content="(the environment opens the conversation)")]
+        system, prompt = row.get("system_prompt"), row.get("prompt") or ()
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        turns = [{"role": "system", "content": system}, *turns] if system else turns
+        turns = turns or [{"role": "user", "content": "(the environment opens the conversation)"}]
+        messages = [Message(role=turn["role"], content=str(turn["content"])) for turn in turns]
         return pose_messages(messages, self.spec.thinking)
 
+    @override
     def problem_of(self, example: Example) -> str:
-        """Return the example's id."""
         return example.example_id
 
+    @override
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return no replies: tasksets do not publish correct ones."""
         return ()
 
     async def verify(self, example: Example, text: str) -> Outcome:
@@ -217,8 +193,8 @@ class VerifiersTask(Task):
         """Make one attempt. The taskset judges it, not `judge`."""
         return VerifiersEnvironment(self)
 
+    @override
     def attempt_tokens(self, limits: TaskLimits) -> int:
-        """Return the limit on sampled tokens of an attempt."""
         return self.spec.agent_tokens
 
 
@@ -257,9 +233,7 @@ class VerifiersEnvironment(Conducted):
         """Return the package's outcome of the episode. Raises: DataError before `reset`."""
         if self._example is None:
             raise DataError(f"{self._task.name}: score before reset")
-        if self._outcome is None:
-            return Outcome.lost(FailureOwner.TASK, "no_episode", "verifiers scored no episode")
-        return self._outcome
+        return self._outcome or Outcome.lost(FailureOwner.TASK, "no_episode", "verifiers scored no episode")
 
 
 def to_outcome(episode: Mapping[str, Any], limits: TaskLimits) -> Outcome:
@@ -284,7 +258,7 @@ def to_outcome(episode: Mapping[str, Any], limits: TaskLimits) -> Outcome:
         return Outcome.lost(FailureOwner.TASK, "no_reward", "the taskset gave no reward")
     outcome = Outcome(
         parts=dict(sorted(parts.items())),
-        metrics={name: float(value) for trace in traces for name, value in trace["metrics"].items()},
+        metrics={k: float(v) for trace in traces for k, v in trace["metrics"].items() if v is not None},
         truncated=any(trace["is_truncated"] for trace in traces),
     )
     if (reward := outcome.reward) is not None:

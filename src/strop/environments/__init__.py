@@ -18,7 +18,6 @@ from strop import bring_when_asked
 
 if TYPE_CHECKING:
     from strop.environments.contract import Action, Done, Environment, StepResult
-    from strop.environments.extending import PromptCache, encode_next_messages, reads_as
     from strop.environments.groups import run_group, run_groups
     from strop.environments.rollout import RolloutPlan, run_rollout
     from strop.environments.single_turn import SingleTurn, choose_environment
@@ -31,7 +30,6 @@ else:
         __name__,
         {
             "strop.environments.contract": "Action Done Environment StepResult",
-            "strop.environments.extending": "PromptCache encode_next_messages reads_as",
             "strop.environments.groups": "run_group run_groups",
             "strop.environments.rollout": "RolloutPlan run_rollout",
             "strop.environments.single_turn": "SingleTurn choose_environment",
@@ -46,15 +44,12 @@ __all__ = [
     "AttemptFailed",
     "Done",
     "Environment",
-    "PromptCache",
     "RolloutPlan",
     "SingleTurn",
     "StepResult",
     "ToolError",
     "Workspace",
     "choose_environment",
-    "encode_next_messages",
-    "reads_as",
     "run_group",
     "run_groups",
     "run_rollout",

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
+from strop.spec.task import EnvironmentSection
 from strop.tasks.tool_calls import Spoken
 
 if TYPE_CHECKING:
@@ -42,9 +45,16 @@ class StepResult:
     """Whether the attempt is over."""
 
 
-def numbers_of(split: Split, *, num_train: int, num_held_out: int) -> range:
-    """Return the numbers of a split's examples, if examples are numbers: the held-out ones come first."""
-    return range(num_held_out) if split is Split.HELD_OUT else range(num_held_out, num_held_out + num_train)
+class NumberedSection(EnvironmentSection):
+    """Base of environments whose examples are numbers."""
+
+    num_train: int = Field(default=1000, ge=1, le=10**6, description="Attempts to train on.")
+    num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")
+
+    def numbers_of(self, split: Split) -> range:
+        """Return the numbers of a split's examples: the held-out ones come first."""
+        whole = range(self.num_held_out + self.num_train)
+        return whole[: self.num_held_out] if split is Split.HELD_OUT else whole[self.num_held_out :]
 
 
 class Environment:
@@ -63,8 +73,6 @@ class Environment:
     """Those that end a reply to a prompt in plain text, too."""
     max_attempt_tokens: int | None = None
     """Tokens of all the policy's turns together; then the attempt is scored. None: no bound."""
-    max_attempt_s: float | None = None
-    """Wall time since `reset`, with the same end; an unfinished reply is dropped. None: no bound."""
     is_conducted: bool = False
     """Whether a program conducts the attempt, by `act`; then `step` is never called."""
 
@@ -73,10 +81,7 @@ class Environment:
         raise NotImplementedError
 
     async def step(self, action: Action) -> StepResult:
-        """Take one reply. Called for every reply, including the last one before a limit.
-
-        Raises: DataError before `reset` or after the attempt is done.
-        """
+        """Take one reply, also the last one before a limit. Raises: DataError if that is not its turn."""
         raise NotImplementedError
 
     async def act(self, recorder: Recorder) -> None:
@@ -84,10 +89,7 @@ class Environment:
         raise NotImplementedError
 
     async def score(self) -> Outcome:
-        """Judge the attempt; works without any step, and after a limit, then giving the floor.
-
-        Raises: DataError before `reset`.
-        """
+        """Judge the attempt, also without any step, or after a limit. Raises: DataError before `reset`."""
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -130,14 +130,13 @@ async def _run_all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]
 
 async def _refill(attempt: Callable[[], Awaitable[Rollout]]) -> Rollout:
     """Make an attempt, and repeat it while the machine or the engine fails; the last one counts."""
-    num_refills = 0
-    while True:
+    for num_refills in range(MAX_REFILLS + 1):
+        if num_refills:
+            await asyncio.sleep(_PAUSE_S * num_refills)
         rollout = await attempt()
         failure = rollout.outcome.failure
-        if failure is None or failure.owner not in _REFILLED or num_refills == MAX_REFILLS:
+        if failure is None or failure.owner not in _REFILLED:
             break
-        num_refills += 1
-        await asyncio.sleep(_PAUSE_S * num_refills)
     if not num_refills:
         return rollout
     metrics = {**rollout.outcome.metrics, NUM_REFILLS: float(num_refills)}

@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.environments.contract import Done, numbers_of
+from strop.environments.contract import Done, NumberedSection
 from strop.rollout import Example, Message, Split
 from strop.spec.base import expert
-from strop.spec.task import EnvironmentSection
 from strop.tasks.task import TaskLimits
 
 _MAX_DIGITS = 9
 _NUMBER = re.compile(r"[0-9]+")
 
 
-class GuessNumberSpec(EnvironmentSection):
+class GuessNumberSpec(NumberedSection):
     """Guess a number from 1 to a bound; the answer to each guess is higher or lower."""
 
     name: Literal["guess-number"] = "guess-number"
@@ -30,10 +29,7 @@ class GuessNumberSpec(EnvironmentSection):
         description="The largest possible number; the smallest is 1.",
         json_schema_extra=expert("the game can be made harder"),
     )
-    num_train: int = Field(
-        default=2000, ge=1, le=10**6, description="Games to train on; each has numbers of its own."
-    )
-    num_held_out: int = Field(default=100, ge=1, le=10**6, description="Games that are held out.")
+    num_train: int = Field(default=2000, ge=1, le=10**6, description="Games to train on.")
 
 
 class GuessNumber:
@@ -60,9 +56,7 @@ class GuessNumber:
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield games. An example names a draw; the number itself is drawn when the game begins."""
-        spec = self._spec
-        numbers = numbers_of(split, num_train=spec.num_train, num_held_out=spec.num_held_out)
-        return ({"game": number} for number in numbers)
+        return ({"game": number} for number in self._spec.numbers_of(split))
 
     def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Draw the number, and ask for the first guess after an example of a right guess.

@@ -15,23 +15,23 @@ import json
 import math
 import re
 import shlex
-import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import override
 
-from strop.environments.contract import Done
-from strop.environments.workspace import Workspace, room_limits, submitted
+from strop.environments.workspace import FILE_ERRORS, Workspace, room_limits, submitted
 from strop.errors import ConfigError, DataError, SandboxError, SandboxLost
 from strop.io import FileLock
 from strop.io.variables import user_cache_dir
 from strop.rollout import Example, FailureOwner, Outcome, Split
-from strop.sandbox.contract import MIB, SandboxSpec
+from strop.sandbox.contract import SandboxSpec
 from strop.sandbox.engine import Engine, engine_environ
 from strop.sandbox.local import find_program
 from strop.sandbox.served import ServedSandbox
@@ -43,13 +43,15 @@ from strop.tasks.task import TaskLimits
 
 _CONFIG = "task.toml"
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
-_Path = Annotated[str, Field(pattern="^/")]
+_Path = Annotated[
+    str, Field(pattern="^/"), BeforeValidator(lambda one: one["source"] if isinstance(one, dict) else one)
+]
 _Variables = dict[str, Annotated[str, Field(pattern=r"^([^$]|\$+[^${])*\$*$")]]
 """None names a variable of this machine (`${NAME}`), which no sandbox gets."""
 _LOGS = "/logs/verifier"
 _ARTIFACTS = "/logs/artifacts"
 _REWARD_BYTES = 64 * 1024
-_ORDER_LIMIT_S = 60.0
+_CLEAR_LIMIT_S = 60.0
 _PULL_LIMIT_S = 1800.0
 _PREPARE = "mkdir -p /logs/agent /logs/verifier /logs/artifacts"
 _CLEAR = f"rm -rf /tests {_LOGS} && {_PREPARE}"
@@ -106,9 +108,8 @@ class Harbor(Workspace):
     version = "harbor-1"
     max_turns = 50
     limits = TaskLimits(max_reply_tokens=4096, max_goldless_frac=1.0)
+    _task: HarborTask
     _image: Image
-    _used_s = 0.0
-    """Wall time of the model's commands so far."""
 
     def __init__(self, spec: HarborSpec) -> None:
         self._spec = spec
@@ -120,10 +121,8 @@ class Harbor(Workspace):
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield the tasks of a split. Raises: DataError, ConfigError as `list_directories`."""
-        tasks = list(self._tasks().values())
-        number = self._spec.num_held_out
-        number = math.ceil(len(tasks) / 10) if number is None else number
-        first = max(0, len(tasks) - number)
+        tasks, number = list(self._tasks().values()), self._spec.num_held_out
+        first = len(tasks) - min(len(tasks), math.ceil(len(tasks) / 10) if number is None else number)
         for task in tasks[first:] if split is Split.HELD_OUT else tasks[:first]:
             yield {"task": task.name, "digest": task.digest}
 
@@ -131,8 +130,8 @@ class Harbor(Workspace):
         """Return the task's name."""
         return str(example.fields["task"])
 
+    @override
     def opening(self, example: Example, seed: int) -> str:
-        """Return the instruction, unchanged."""
         return self._task_of(example).instruction
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
@@ -143,76 +142,65 @@ class Harbor(Workspace):
             return
         lines = [f"export {name}={shlex.quote(value)}" for name, value in task.config.solution.env.items()]
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            place = shlex.quote(f"/solution/{path.relative_to(folder)}")
-            lines += [f"mkdir -p $(dirname {place})", f"base64 -d > {place} <<'END_OF_FILE'"]
-            lines += [base64.b64encode(path.read_bytes()).decode(), "END_OF_FILE"]
-        lines += ["chmod +x /solution/solve.sh", "/solution/solve.sh"]
-        yield submitted("\n".join(lines))
+            place, data = shlex.quote(f"/solution/{path.relative_to(folder)}"), path.read_bytes()
+            lines.append(f"mkdir -p $(dirname {place}) && base64 -d > {place} <<'END_OF_FILE'")
+            lines += [base64.b64encode(data).decode(), "END_OF_FILE"]
+        yield submitted("\n".join([*lines, "chmod +x /solution/solve.sh", "/solution/solve.sh"]))
 
+    @override
     def sandbox_for(self, example: Example) -> SandboxSpec:
-        """Return the spec of the model's container."""
-        return self._container_of(self._task.config.agent)
+        asked, spec = self._task.config.environment, self._spec
+        memory_gib = spec.memory_gib if asked.memory_mb is None else asked.memory_mb / 1024
+        disk_gib = spec.disk_gib if asked.storage_mb is None else asked.storage_mb / 1024
+        is_open = spec.open_network and asked.network_mode == "public"
+        return SandboxSpec(
+            limits=replace(room_limits(memory_gib=memory_gib, disk_gib=disk_gib), cpus=asked.cpus),
+            image=self._image.name,
+            user=0,
+            env={**self._image.env, **asked.env},
+            network="host" if is_open else "none",
+        )
 
-    def grader_for(self, example: Example) -> SandboxSpec:
-        """Return the spec of a fresh container for tests."""
-        return self._container_of(self._task.config.verifier)
-
+    @override
     async def reset(self, example: Example, seed: int) -> str:
-        """Pull or build the image, then open. Raises: ConfigError, AttemptFailed, as `Workspace.reset`."""
         task = self._task = self._task_of(example)
-        self._command_limit_s = self.place.command_limit_s
+        limit_s = min(self.place.command_limit_s, task.config.agent.timeout_sec)
+        self.place = replace(self.place, command_limit_s=limit_s)
         self._image = await asyncio.to_thread(find_image, task, self.place.backend)
         self.folder = task.config.environment.workdir or self._image.workdir
-        self.carried = (*task.artifacts, _ARTIFACTS) if task.is_separate else ()
+        self.carried = (*task.config.artifacts, _ARTIFACTS) if task.is_separate else ()
         return str(await super().reset(example, seed))
 
+    @override
     async def prepare(self, example: Example, seed: int) -> None:
-        """Make the directories that Harbor's programs expect."""
-        await self._order(self.sandbox, _PREPARE)
+        await self._order(self.sandbox, _PREPARE, kind="bad_image", cwd="/")
 
+    @override
     async def grade(self, sandbox: ServedSandbox) -> Outcome:
-        """Run the tests and read their reward."""
         rewards = await self._test(sandbox)
         metrics = {} if self._task.is_separate else {"unsealed": 1.0}
         if rewards is None:
-            await self._require_tests()
-            metrics["no_reward"] = 1.0
-            return Outcome(parts={"reward": 0.0}, is_correct=False, metrics=metrics)
+            async with self._open_grader() as untouched:
+                await self._order(untouched, _PREPARE, kind="bad_image", cwd="/")
+                if await self._test(untouched) is None:
+                    detail = f"the tests of {self._task.name} write no reward for an untouched container"
+                    raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
+            rewards, metrics["no_reward"] = {"reward": 0.0}, 1.0
         if len(rewards) > 1 and "reward" not in rewards:
             names = ", ".join(sorted(rewards))
             detail = f"the tests of {self._task.name} write {names}, and no `reward`"
             raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
         reward = rewards.get("reward", next(iter(rewards.values())))
-        metrics |= {name: value for name, value in rewards.items() if _METRIC.fullmatch(name)}
-        metrics.pop("reward", None)
-        return Outcome(parts={"reward": reward}, is_correct=reward == self.limits.max_reward, metrics=metrics)
+        others = {name: rewards[name] for name in rewards.keys() - {"reward"} if _METRIC.fullmatch(name)}
+        return Outcome(parts={"reward": reward}, is_correct=reward == 1.0, metrics=metrics | others)
 
+    @override
     async def _judge_work(self) -> Any:
         return await (super()._judge_work() if self._task.is_separate else self.grade(self.sandbox))
 
-    async def bash(self, command: str) -> str | Done:
-        """Run a command in a shell that stays: its directory, variables and functions are kept."""
-        limit_s = self._task.config.agent.timeout_sec or math.inf
-        left_s = max(1.0, limit_s - self._used_s)
-        self.place = replace(self.place, command_limit_s=min(self._command_limit_s, left_s))
-        began = time.monotonic()
-        try:
-            result = await super().bash(command)
-        finally:
-            self._used_s += time.monotonic() - began
-        return Done("the time is up") if self._used_s >= limit_s else result
-
-    async def _require_tests(self) -> None:
-        """Raise AttemptFailed if the tests write no reward for an untouched container either."""
-        async with self._open_grader() as sandbox:
-            await self._order(sandbox, _PREPARE)
-            if await self._test(sandbox) is None:
-                detail = f"the tests of {self._task.name} write no reward for an untouched container"
-                raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
-
     async def _test(self, sandbox: ServedSandbox) -> dict[str, float] | None:
         """Upload and run the tests; return their rewards, or None if they write none."""
-        cleared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], wall_limit_s=_ORDER_LIMIT_S, cwd="/")
+        cleared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], wall_limit_s=_CLEAR_LIMIT_S, cwd="/")
         if cleared.exit_code:
             return None
         try:
@@ -222,56 +210,22 @@ class Harbor(Workspace):
         except SandboxError:
             # The disk is full, or a file is in the way.
             return None
-        argv = ["/bin/sh", "-c", _TEST, "/tests/test.sh"]
-        tests = self._task.config.verifier
+        argv, tests = ["/bin/sh", "-c", _TEST, "/tests/test.sh"], self._task.config.verifier
         # The exit code is not the reward.
         result = await sandbox.exec(argv, wall_limit_s=tests.timeout_sec, env=tests.env, cwd=self.folder)
-        return None if result.timed_out else await _read_rewards(sandbox)
-
-    def _container_of(self, phase: _Phase) -> SandboxSpec:
-        asked, network = self._task.config.environment, self._task.network_of(phase)
-        limits = replace(room_limits(self._spec), cpus=asked.cpus)
-        if asked.memory_mb is not None:
-            limits = replace(limits, memory_bytes=int(asked.memory_mb * MIB))
-        if asked.storage_mb is not None:
-            disk_bytes = int(asked.storage_mb * MIB)
-            limits = replace(limits, file_bytes=disk_bytes, scratch_bytes=disk_bytes)
-        return SandboxSpec(
-            limits=limits,
-            image=self._image.name,
-            user=0,
-            env={**self._image.env, **asked.env},
-            network=network if self._spec.open_network else "none",
-        )
-
-    async def _order(self, sandbox: ServedSandbox, script: str) -> None:
-        """Run a set-up script in an untouched container. Raises: AttemptFailed if the image fails at it."""
-        result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=_ORDER_LIMIT_S, cwd="/")
-        if result.exit_code:
-            stderr = result.stderr.decode(errors="replace").strip()[-400:]
-            detail = f"the image of {self._task.name}: {result.kind}: {stderr}"
-            raise AttemptFailed(FailureOwner.TASK, "bad_image", detail)
+        for name in () if result.timed_out else ("reward.json", "reward.txt"):
+            try:
+                return parse_rewards(await sandbox.read(f"{_LOGS}/{name}", max_bytes=_REWARD_BYTES))
+            except SandboxError as error:
+                if error.kind not in FILE_ERRORS:
+                    raise
+        return None
 
     def _task_of(self, example: Example) -> HarborTask:
         return self._tasks()[example.fields["task"]]
 
     def _tasks(self) -> dict[str, HarborTask]:
         return _list_once(Path(self._spec.root).expanduser(), self._spec.tasks)
-
-
-async def _read_rewards(sandbox: ServedSandbox) -> dict[str, float] | None:
-    """Return the numbers of reward.json, else of reward.txt; None if they are missing or malformed."""
-    for name in ("reward.json", "reward.txt"):
-        try:
-            data = await sandbox.read(f"{_LOGS}/{name}", max_bytes=_REWARD_BYTES)
-        except SandboxError as error:
-            if error.kind == "missing":
-                continue
-            if error.kind in ("directory", "not_regular", "denied", "too_large"):
-                return None
-            raise
-        return parse_rewards(data)
-    return None
 
 
 def parse_rewards(data: bytes) -> dict[str, float] | None:
@@ -287,14 +241,12 @@ def parse_rewards(data: bytes) -> dict[str, float] | None:
     return values if values and all(map(math.isfinite, values.values())) else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Image:
-    """The image of a task's sandboxes."""
+class Image(NamedTuple):
+    """The image of a task's sandboxes, by its name in the engine's store or the path of a directory tree."""
 
     name: str
-    """A name in the engine's store, or the path of a directory tree."""
+    env: Mapping[str, str]
     workdir: str = "/"
-    env: dict[str, str] = field(default_factory=dict)
 
 
 def find_image(task: HarborTask, backend: str) -> Image:
@@ -304,26 +256,25 @@ def find_image(task: HarborTask, backend: str) -> Image:
     """
     own_image = task.config.environment.docker_image
     if own_image is not None and Path(own_image).is_absolute():
-        return Image(name=own_image)
+        return Image(own_image, {})
     engine = Engine(name=backend, program=find_program(backend, backend), environ=engine_environ())
+    context = task.folder / "environment"
     # A digest of the build context alone: other tests need no other image.
-    name = own_image or f"localhost/strop-harbor:{digest_tree(task.folder / 'environment')[:24]}"
-    # Concurrent attempts need the same image.
-    lock = hashlib.sha256(f"{backend} {name}".encode()).hexdigest()[:16]
-    folder = user_cache_dir() / "harbor"
-    folder.mkdir(parents=True, exist_ok=True)
+    name = own_image or f"localhost/strop-harbor:{digest_tree(context)[:24]}"
+    with suppress(OSError):
+        return _inspect(engine, name)
+    user_cache_dir().mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / f"{lock}.lock"):
-            try:
+        # Concurrent attempts need the same image.
+        with FileLock(user_cache_dir() / "harbor.lock"):
+            with suppress(OSError):
                 return _inspect(engine, name)
-            except OSError:
-                if own_image is not None:
-                    engine.run("pull", "--quiet", name, limit_s=_PULL_LIMIT_S)
-                else:
-                    context = str(task.folder / "environment")
-                    limit_s = task.config.environment.build_timeout_sec
-                    engine.run("build", "--quiet", "--tag", name, context, limit_s=limit_s)
-                return _inspect(engine, name)
+            if own_image is not None:
+                engine.run("pull", "--quiet", name, limit_s=_PULL_LIMIT_S)
+            else:
+                limit_s = task.config.environment.build_timeout_sec
+                engine.run("build", "--quiet", "--tag", name, str(context), limit_s=limit_s)
+            return _inspect(engine, name)
     except OSError as error:
         detail = f"the image of {task.name}: {error}"
         raise AttemptFailed(FailureOwner.INFRA, "no_image", detail) from error
@@ -333,7 +284,7 @@ def _inspect(engine: Engine, name: str) -> Image:
     """Read an image of the store. Raises: OSError if it is not there."""
     config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", name))
     env = dict(variable.split("=", 1) for variable in config.get("Env") or () if "=" in variable)
-    return Image(name=name, workdir=config.get("WorkingDir") or "/", env=env)
+    return Image(name, env, config.get("WorkingDir") or "/")
 
 
 class _Table(BaseModel):
@@ -349,16 +300,11 @@ class _Table(BaseModel):
         return {key: value for key, value in data.items() if key in cls.model_fields or value}
 
 
-class _Phase(_Table):
-    network_mode: Literal["no-network", "public"] | None = None
-    user: Literal["root", "0", 0] | None = None
+class _Agent(_Table):
+    timeout_sec: float = Field(default=math.inf, gt=0.0)
 
 
-class _Agent(_Phase):
-    timeout_sec: float | None = Field(default=None, gt=0.0)
-
-
-class _Verifier(_Phase):
+class _Verifier(_Table):
     timeout_sec: float = Field(default=600.0, gt=0.0)
     env: _Variables = {}
     environment_mode: Literal["shared", "separate"] = "shared"
@@ -392,10 +338,6 @@ class _Solution(_Table):
     env: _Variables = {}
 
 
-class _Artifact(_Table):
-    source: str = Field(pattern="^/")
-
-
 class _Config(_Table):
     schema_version: str = "1.4"
     version: str | None = None
@@ -407,7 +349,7 @@ class _Config(_Table):
     verifier: _Verifier = _Verifier()
     environment: _Environment = _Environment()
     solution: _Solution = _Solution()
-    artifacts: tuple[_Artifact | _Path, ...] = ()
+    artifacts: tuple[_Path, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -425,16 +367,6 @@ class HarborTask:
     def is_separate(self) -> bool:
         """Whether tests run in a fresh container, which gets only the `artifacts`."""
         return self.config.verifier.environment_mode == "separate"
-
-    @property
-    def artifacts(self) -> tuple[str, ...]:
-        """The paths that the tests' container gets."""
-        return tuple(one if isinstance(one, str) else one.source for one in self.config.artifacts)
-
-    def network_of(self, phase: _Phase) -> Literal["none", "host"]:
-        """Return a sandbox's network for the model or the tests."""
-        mode = phase.network_mode or self.config.environment.network_mode
-        return "host" if mode == "public" else "none"
 
 
 def list_directories(root: Path, wanted: tuple[str, ...]) -> dict[str, HarborTask]:
@@ -466,16 +398,12 @@ def _read(name: str, folder: Path) -> HarborTask:
         raise _refused(folder, str(error)) from error
     digest = digest_tree(folder)
     task = HarborTask(name=name, folder=folder, config=config, instruction=instruction, digest=digest)
-    networks = {task.network_of(phase) for phase in (config.agent, config.verifier)}
     has_image = config.environment.docker_image or (folder / "environment/Dockerfile").is_file()
     refusals = {
         "it has no tests/test.sh": not (folder / "tests/test.sh").is_file(),
         "it has several containers (compose)": any((folder / "environment").glob("*compose*.y*ml")),
         "it has a conversation before the first turn": (folder / "trajectory.json").exists(),
         "it has neither environment.docker_image nor environment/Dockerfile": not has_image,
-        "its tests have another network than the model, in one container": (
-            len(networks) > 1 and not task.is_separate
-        ),
         "it has links or special files": any(
             path.is_symlink() or not (path.is_file() or path.is_dir()) for path in folder.rglob("*")
         ),

@@ -13,11 +13,9 @@ import os
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from strop.environments.tools import ToolError
+from strop.environments.tools import ToolError, require_package, run_here
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner, ToolCall
 from strop.tasks.failures import AttemptFailed
@@ -25,7 +23,6 @@ from strop.tasks.failures import AttemptFailed
 if TYPE_CHECKING:
     from mcp import Client
 
-_MAX_STDERR_BYTES = 2000
 _KEPT_VARIABLES = ("LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 """Beside those that the package mcp gives to every server, such as PATH and HOME."""
 
@@ -39,7 +36,7 @@ class McpServer:
         self._limit_s = limit_s
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed with the server)
         self._session: asyncio.Task[None] | None = None
-        self._opened: asyncio.Future[Client] | None = None
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._left = asyncio.Event()
 
     async def list_tools(self) -> dict[str, str]:
@@ -49,20 +46,20 @@ class McpServer:
         while True:
             page = await self._ask("list_tools", cursor=cursor)
             for tool in page.tools:
+                parameters = {"properties": {}, **tool.input_schema}
                 function = {
                     "name": tool.name,
                     "description": tool.description or "",
-                    "parameters": {"properties": {}, **tool.input_schema},
+                    "parameters": parameters,
                 }
-                schemas[tool.name] = json.dumps(
-                    {"type": "function", "function": function}, ensure_ascii=False
-                )
+                schema = {"type": "function", "function": function}
+                schemas[tool.name] = json.dumps(schema, ensure_ascii=False)
             cursor = page.next_cursor
             if not cursor:
                 return schemas
 
     async def call(self, call: ToolCall) -> str:
-        """Call a tool. Raises: CallRefused, ToolError, AttemptFailed."""
+        """Call a tool. Raises: ToolError, AttemptFailed."""
         answer = await self._ask("call_tool", name=call.name, arguments=json.loads(call.arguments))
         text = _read_content(answer)
         if answer.is_error:
@@ -77,30 +74,27 @@ class McpServer:
         self._errors.close()
 
     async def _ask(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the client. Raises: AttemptFailed."""
+        """Call a method of the client, whose session begins with the first. Raises: AttemptFailed."""
         from mcp import MCPError
 
+        if self._session is None:
+            # In a task of its own: a session must end in the task in which it began.
+            self._session = asyncio.create_task(self._hold())
+        begun: list[asyncio.Future[Any]] = [self._session, self._client]
+        cause: Exception
         try:
             async with asyncio.timeout(self._limit_s):
-                return await getattr(await self._open(), method)(**arguments)
+                await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+                if self._session.done():
+                    self._session.result()
+                return await getattr(self._client.result(), method)(**arguments)
         except TimeoutError as error:
-            raise self._failed("tool_timeout", f"no answer after {self._limit_s:g} s") from error
+            kind, why, cause = "tool_timeout", f"no answer after {self._limit_s:g} s", error
         except (MCPError, OSError, ValueError, RuntimeError, ExceptionGroup) as error:
-            raise self._failed("mcp_server", f"{_cause_of(error)!r}; {self._last_words()}") from error
+            kind, why, cause = "mcp_server", f"{_cause_of(error)!r}; {self._last_words()}", error
+        raise AttemptFailed(FailureOwner.TASK, kind, f"the MCP server {self._name!r:.200}: {why}") from cause
 
-    async def _open(self) -> Client:
-        """Return the client; begin the session if there is none. Raises: what has ended the session."""
-        if self._session is None or self._opened is None:
-            self._opened = asyncio.get_running_loop().create_future()
-            # In a task of its own: a session must end in the task in which it began.
-            self._session = asyncio.create_task(self._hold(self._opened))
-        begun: list[asyncio.Future[Any]] = [self._session, self._opened]
-        await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
-        if self._session.done():
-            self._session.result()
-        return self._opened.result()
-
-    async def _hold(self, opened: asyncio.Future[Client]) -> None:
+    async def _hold(self) -> None:
         from mcp import Client, StdioServerParameters, stdio_client
 
         server: Any = self._name
@@ -111,17 +105,13 @@ class McpServer:
             server = stdio_client(parameters, errlog=self._errors)
         # Not by asking first which protocol is newest: simple servers know the handshake alone.
         async with Client(server, mode="legacy") as client:
-            opened.set_result(client)
+            self._client.set_result(client)
             await self._left.wait()
 
     def _last_words(self) -> str:
         """Return the last line of a command's errors: older ones are its log, or where an error came from."""
-        end = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, end - _MAX_STDERR_BYTES))
+        self._errors.seek(0)
         return (self._errors.read().strip().splitlines() or ["without a word"])[-1]
-
-    def _failed(self, kind: str, why: str) -> AttemptFailed:
-        return AttemptFailed(FailureOwner.TASK, kind, f"the MCP server {self._name!r:.200}: {why}")
 
 
 def _cause_of(error: BaseException) -> BaseException:
@@ -133,12 +123,6 @@ def find_served_tools(servers: Sequence[str], limit_s: float) -> dict[str, tuple
 
     Raises: ConfigError if a server does not answer, two tools have the same name, or mcp is not installed.
     """
-    if servers and find_spec("mcp") is None:
-        raise ConfigError(
-            "environment.mcp_servers needs the package mcp, which is not installed",
-            allowed="an installation with the extra 'mcp'",
-            next_step="pip install 'strop[mcp]'",
-        )
 
     async def ask_all() -> dict[str, tuple[str, str]]:
         served: dict[str, tuple[str, str]] = {}
@@ -152,10 +136,10 @@ def find_served_tools(servers: Sequence[str], limit_s: float) -> dict[str, tuple
             served |= {tool: (name, schema) for tool, schema in tools.items()}
         return served
 
+    if servers:
+        require_package("mcp", extra="mcp")
     try:
-        # In a thread: a rollout's event loop may be running here.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, ask_all()).result()
+        return run_here(ask_all())
     except (AttemptFailed, ValueError) as error:
         raise ConfigError(
             f"environment.mcp_servers: {error}",

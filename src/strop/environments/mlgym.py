@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
-from strop.environments.contract import numbers_of
+from strop.environments.contract import NumberedSection
 from strop.environments.mlgym_driver import DRIVER
 from strop.environments.tools import read_objects
 from strop.environments.workspace import Workspace, room_limits
@@ -31,7 +32,6 @@ from strop.sandbox.contract import SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
-from strop.spec.task import EnvironmentSection
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.task import TaskLimits
 
@@ -42,7 +42,7 @@ _OPENING = (
 )
 
 
-class MlgymSpec(RoomSettings, EnvironmentSection):
+class MlgymSpec(RoomSettings, NumberedSection):
     """Tasks of a checkout of MLGym."""
 
     name: Literal["mlgym"]
@@ -64,8 +64,6 @@ class MlgymSpec(RoomSettings, EnvironmentSection):
         " standard library only.",
         json_schema_extra=expert("tasks need numpy, pandas and more"),
     )
-    num_train: int = Field(default=1000, ge=1, le=10**6, description="Attempts to train on.")
-    num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")
 
 
 class Mlgym(Workspace):
@@ -88,34 +86,32 @@ class Mlgym(Workspace):
     @property
     def data_digest(self) -> str:
         """Hash over the tasks. Raises: DataError, ConfigError as `list_tasks`."""
-        return " ".join(task.digest for _, task in sorted(self._tasks().items()))
+        return " ".join(task.digest for task in self._tasks().values())
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield attempts, the tasks taking turns. Raises: DataError, ConfigError as `list_tasks`."""
-        spec, tasks = self._spec, [task for _, task in sorted(self._tasks().items())]
-        for number in numbers_of(split, num_train=spec.num_train, num_held_out=spec.num_held_out):
+        tasks = list(self._tasks().values())
+        for number in self._spec.numbers_of(split):
             task = tasks[number % len(tasks)]
             yield {"task": task.task_id, "attempt": number, "digest": task.digest}
 
+    @override
     def opening(self, example: Example, seed: int) -> str:
-        """Return the task's description with its instructions."""
         task = self._task_of(example)
         return _OPENING.format(description=task.description.strip(), artefact=task.artefact)
 
+    @override
     def sandbox_for(self, example: Example) -> SandboxSpec:
-        """Return a sandbox for training."""
-        limits = replace(room_limits(self._spec), max_scratch_files=200_000)
+        limits = room_limits(memory_gib=self._spec.memory_gib, disk_gib=self._spec.disk_gib)
         return SandboxSpec(limits=limits, image=self._spec.image)
 
+    @override
     async def prepare(self, example: Example, seed: int) -> None:
-        """Upload the files that are not secret, and lower the command limit to the task's."""
         task = self._task_of(example)
         limit_s = min(self.place.command_limit_s, task.limit_s)
-        self.place = replace(self.place, command_limit_s=limit_s)
-        self.carried = (task.artefact,)
-        await _bring(
-            self.sandbox, {name: path for name, path in task.files.items() if name not in task.secret}
-        )
+        self.place, self.carried = replace(self.place, command_limit_s=limit_s), (task.artefact,)
+        shown = {name: path for name, path in task.files.items() if name not in task.secret}
+        await _bring(self.sandbox, shown)
 
     async def validate(self) -> str:
         """Say whether what is there can be graded."""
@@ -126,21 +122,20 @@ class Mlgym(Workspace):
     def _python(self, sandbox: ServedSandbox) -> tuple[str, ...]:
         return ("python",) if self._spec.image else sandbox.python_argv
 
+    @override
     async def _judge_work(self) -> Outcome:
         task = self._task_of(self.example)
-        gradings = [(await self._measure(task))[0] for _ in range(2)]
-        measured = [grading.get(task.marks.metric) for grading in gradings if grading is not None]
-        values = [float(value) for value in measured if isinstance(value, int | float)]
+        gradings = [(await self._measure(task))[0] or {} for _ in range(2)]
+        values = [one for grading in gradings if isinstance(one := grading.get(task.metric), int | float)]
         if len(values) < 2:
             await self._require_grader(task)
             return Outcome(parts={"improvement": -1.0}, is_correct=False, metrics={"not_graded": 1.0})
-        value, spread = sum(values) / 2, abs(values[0] - values[1])
-        if spread > task.marks.slack:
+        if abs(values[0] - values[1]) > _NOISE * task.way:
             detail = f"two gradings of {task.task_id} say {values[0]:g} and {values[1]:g}"
             raise AttemptFailed(FailureOwner.TASK, "unstable", detail)
         # Above 1, where a value is beyond the ceiling, it is a failure of the task.
-        reward = task.marks.normalise(value)
-        metrics = {"metric": value}
+        value = sum(values) / 2
+        reward, metrics = task.normalise(value), {"metric": value}
         return Outcome(parts={"improvement": reward}, is_correct=reward > 0.0, metrics=metrics)
 
     async def _require_grader(self, task: MlgymTask) -> None:
@@ -197,50 +192,24 @@ _REFUSED: Mapping[str, str] = {
     "ModelSubmissionTasks": "its grader unpickles files of the attempt",
     "LMSubmissionTasks": "it trains on GPUs, which sandboxes do not have",
 }
+_NOISE = 0.05
+"""Tolerated noise of a grader, as a share of the way from the baseline to the ceiling."""
 _SECRET = ("*answer*", "*truth*", "*solution*", "*gold*", "*sealed*", "*label*")
 _LOWER_IS_BETTER = frozenset({"rmse", "mse", "mae", "loss", "val_loss", "time", "perplexity", "error"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Marks:
-    """The scale that turns a metric into a reward."""
-
-    metric: str
-    baseline: float
-    ceiling: float | None = None
-    """The best possible value; None if unknown."""
-    is_lower_better: bool = False
-
-    @property
-    def way(self) -> float:
-        """The distance from the baseline to the ceiling, or to zero."""
-        return abs(self.baseline if self.ceiling is None else self.ceiling - self.baseline)
-
-    @property
-    def slack(self) -> float:
-        """Tolerated noise of the grader."""
-        return 0.05 * self.way
-
-    def normalise(self, value: float) -> float:
-        """Return the share of the way that a value has gone: from -1 to 1, or more if it cannot be."""
-        gain = self.baseline - value if self.is_lower_better else value - self.baseline
-        share = gain / max(self.way, 1e-9)
-        is_beyond = self.ceiling is not None and gain > self.way + self.slack
-        return share if is_beyond else min(1.0, max(-1.0, share))
-
-
-_KNOWN: Mapping[str, Marks] = {
-    "battleOfSexes": Marks(metric="Score", baseline=1.0227, ceiling=1.44),
-    "prisonersDilemma": Marks(metric="Score", baseline=2.3716, ceiling=2.6251),
-    "blotto": Marks(metric="Score", baseline=-0.24797, ceiling=0.2478),
-    "regressionKaggleHousePrice": Marks(metric="r2", baseline=0.87999, ceiling=1.0),
+_KNOWN: Mapping[str, tuple[str, float, float]] = {
+    "battleOfSexes": ("Score", 1.0227, 1.44),
+    "prisonersDilemma": ("Score", 2.3716, 2.6251),
+    "blotto": ("Score", -0.24797, 0.2478),
+    "regressionKaggleHousePrice": ("r2", 0.87999, 1.0),
 }
-"""Marks of known tasks. The ceilings are exact, except for r2."""
+"""Metric, baseline and ceiling of known tasks. The ceilings are exact, except for r2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlgymTask:
-    """One task of the checkout."""
+    """One task of the checkout, and the scale that turns its metric into a reward."""
 
     task_id: str
     description: str
@@ -254,8 +223,24 @@ class MlgymTask:
     """Path of the script that prints the metrics as JSON."""
     is_csv: bool
     limit_s: float
-    marks: Marks
     digest: str
+    metric: str
+    baseline: float
+    ceiling: float | None
+    """The best possible value; None if unknown."""
+
+    @property
+    def way(self) -> float:
+        """The distance from the baseline to the ceiling, or to zero."""
+        return abs(self.baseline if self.ceiling is None else self.ceiling - self.baseline)
+
+    def normalise(self, value: float) -> float:
+        """Return the share of the way that a value has gone: from -1 to 1, or more if it cannot be."""
+        gain = value - self.baseline
+        gain = -gain if self.metric.lower() in _LOWER_IS_BETTER else gain
+        share = gain / max(self.way, 1e-9)
+        is_beyond = self.ceiling is not None and gain > (1.0 + _NOISE) * self.way
+        return share if is_beyond else min(1.0, max(-1.0, share))
 
 
 def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
@@ -312,33 +297,29 @@ def _read_task(root: Path, path: Path, config: Mapping[str, Any], *, is_wanted: 
     if evaluation not in files:
         raise _malformed(path, f"evaluation_paths {evaluation!r} is not among its starter_code")
     declared = set(map(str, config.get("secret_files") or ()))
-    telling = {name for name in files if any(fnmatch.fnmatch(Path(name).name.lower(), p) for p in _SECRET)}
-    secret = {evaluation, *telling, *(name for name in files if {name, Path(name).name} & declared)}
+    secret = {evaluation, *(name for name in files if {name, Path(name).name} & declared)}
+    # The sample submission is shown.
+    telling = (name for name in files if any(fnmatch.fnmatch(Path(name).name.lower(), p) for p in _SECRET))
+    secret.update(name for name in telling if "sample" not in name)
+    scores = (config.get("baseline_scores") or [{}])[0]
+    known = [_KNOWN[config["id"]]] if config["id"] in _KNOWN else [(*one, None) for one in scores.items()]
+    if not known:
+        raise _malformed(path, "it has no baseline_scores, and none is computed here")
+    metric, baseline, ceiling = known[0]
     return MlgymTask(
         task_id=str(config["id"]),
         # Not `format`: these texts contain other braces.
         description=str(config.get("description", "")).replace("{dataset_docs}", documents),
         artefact=next((name for name in ARTEFACTS[kind] if name in files), ARTEFACTS[kind][-1]),
         files=files,
-        # The sample submission is shown.
-        secret=frozenset(secret - {name for name in telling if "sample" in name}),
+        secret=frozenset(secret),
         evaluation=evaluation,
         is_csv=kind == "CSVSubmissionTasks",
         limit_s=float(config.get("training_timeout") or 3600.0),
-        marks=_marks_of(config, path),
         digest=_digest(path, files),
-    )
-
-
-def _marks_of(config: Mapping[str, Any], path: Path) -> Marks:
-    if (marks := _KNOWN.get(str(config["id"]))) is not None:
-        return marks
-    scores = config.get("baseline_scores") or []
-    if not scores or not isinstance(scores[0], dict) or not scores[0]:
-        raise _malformed(path, "it has no baseline_scores, and none is computed here")
-    metric, baseline = next(iter(scores[0].items()))
-    return Marks(
-        metric=str(metric), baseline=float(baseline), is_lower_better=str(metric).lower() in _LOWER_IS_BETTER
+        metric=metric,
+        baseline=baseline,
+        ceiling=ceiling,
     )
 
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from strop.environments.contract import Done, numbers_of
-from strop.environments.tools import read_objects
-from strop.errors import ConfigError
+from strop.environments.contract import Done, NumberedSection
+from strop.environments.tools import read_objects, require_package
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.spec.base import FreeTable, expert
-from strop.spec.task import EnvironmentSection
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.task import TaskLimits
 
@@ -33,7 +30,7 @@ _RETRY_S = 0.5
 _MAX_BYTES = 64 << 20
 
 
-class OpenenvSpec(EnvironmentSection):
+class OpenenvSpec(NumberedSection):
     """An environment of an OpenEnv server."""
 
     name: Literal["openenv"]
@@ -50,11 +47,6 @@ class OpenenvSpec(EnvironmentSection):
         " reply is the action.",
         json_schema_extra=expert("environments differ in what an action is"),
     )
-    instructions: str = Field(
-        default="",
-        description="Text before the first observation, such as the form of an action.",
-        json_schema_extra=expert("a server sends a model only its observations"),
-    )
     options: FreeTable = Field(
         default={},
         description="Further arguments of the environment's reset, beside the seed.",
@@ -63,19 +55,9 @@ class OpenenvSpec(EnvironmentSection):
     max_return: float = Field(
         default=1.0,
         gt=0.0,
-        description="Largest sum of rewards of an attempt: full marks.",
+        description="Largest sum of rewards of an attempt: full marks. The least is as far below 0.",
         json_schema_extra=expert("a server does not say what its rewards are"),
     )
-    min_return: float = Field(
-        default=0.0,
-        le=0.0,
-        description="Least sum of rewards of an attempt.",
-        json_schema_extra=expert("a server does not say what its rewards are"),
-    )
-    num_train: int = Field(
-        default=1000, ge=1, le=10**6, description="Attempts to train on, each with a seed."
-    )
-    num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")
 
 
 class Openenv:
@@ -86,49 +68,38 @@ class Openenv:
     max_turns = 30
 
     def __init__(self, spec: OpenenvSpec) -> None:
-        if find_spec("websockets") is None:
-            raise ConfigError(
-                "openenv speaks through websockets, which is not installed",
-                allowed="an installation with the extra 'openenv'",
-                next_step="pip install 'strop[openenv]'",
-            )
+        require_package("websockets", extra="openenv")
         self._spec = spec
         self._socket: ClientConnection | None = None
         self._rewards: list[float | None] = []
         self._num_invalid = 0
-
+        best = spec.max_return
         self.limits = TaskLimits(
-            max_reply_tokens=1024,
-            max_reward=spec.max_return,
-            min_reward=spec.min_return,
-            max_goldless_frac=1.0,
+            max_reply_tokens=1024, max_reward=best, min_reward=-best, max_goldless_frac=1.0
         )
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield a seed for each attempt."""
-        spec = self._spec
-        seeds = numbers_of(split, num_train=spec.num_train, num_held_out=spec.num_held_out)
-        return ({"seed": seed} for seed in seeds)
+        return ({"seed": seed} for seed in self._spec.numbers_of(split))
 
     async def reset(self, example: Example, seed: int) -> str:
         """Open a session with the example's seed. Raises: AttemptFailed."""
-        options = {**self._spec.options, "seed": example.fields["seed"]}
-        opened = await self._within(self._open(options))
-        return "\n\n".join(filter(None, (self._spec.instructions, _show(opened["observation"]))))
+        data = await self._ask("reset", {**self._spec.options, "seed": example.fields["seed"]})
+        return _show(data["observation"])
 
     async def step(self, text: str) -> str | Done:
         """Take the reply's action. Raises: AttemptFailed."""
-        action = self._read(text)
-        if action is None:
-            return self._refuse("it has none")
-        answer = await self._within(self._ask("step", action))
-        if answer["type"] == "error":
-            return self._refuse(json.dumps(answer["data"].get("errors", ""), ensure_ascii=False))
-        result = answer["data"]
-        reward = result.get("reward")
+        name = self._spec.action_field
+        *_, action = [None, *read_objects(text)] if name is None else [{name: text}]
+        data: dict[str, Any] = {} if action is None else await self._ask("step", action)
+        if "observation" not in data:
+            self._num_invalid += 1
+            self._rewards.append(0.0)
+            why = json.dumps(data.get("errors", ""), ensure_ascii=False) if data else "it has none"
+            return f"That is no action: {why[:1000]}"
+        reward, shown = data.get("reward"), _show(data["observation"])
         self._rewards.append(None if reward is None else float(reward))
-        shown = _show(result["observation"])
-        return Done(shown) if result.get("done") else shown
+        return Done(shown) if data.get("done") else shown
 
     def score(self) -> Outcome:
         """Return the sum of the rewards. Raises: AttemptFailed if no executed step had one."""
@@ -152,69 +123,50 @@ class Openenv:
                 async with asyncio.timeout(1.0):
                     await socket.close()
 
-    def _read(self, text: str) -> dict[str, Any] | None:
-        """Return the action of a reply, or None if it has none."""
-        name = self._spec.action_field
-        if name is not None:
-            return {name: text}
-        *_, last = None, *read_objects(text)
-        return last
-
-    def _refuse(self, why: str) -> str:
-        self._num_invalid += 1
-        self._rewards.append(0.0)
-        return f"That is no action: {why[:1000]}"
-
-    async def _open(self, options: Mapping[str, Any]) -> Any:
-        from websockets.asyncio.client import connect
-
-        # "ws" in place of "http".
-        url = f"ws{self._spec.url.removeprefix('http').removeprefix('ws').rstrip('/')}/ws"
-        while True:
-            self._socket = await connect(
-                url, proxy=None, compression=None, open_timeout=None, ping_interval=None, max_size=_MAX_BYTES
-            )
-            answer = await self._ask("reset", options)
-            if answer["type"] != "error":
-                return answer["data"]
-            # The server is full.
-            await self.close()
-            await asyncio.sleep(_RETRY_S)
-
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
-        """Send a request and return its answer. Raises: AttemptFailed if the environment fails."""
-        assert self._socket is not None
-        from websockets.exceptions import ConnectionClosed
-
-        # The server may have sent an error before it closed the connection.
-        with suppress(ConnectionClosed):
-            await self._socket.send(json.dumps({"type": kind, "data": data}))
-        answer = json.loads(await self._socket.recv())
-        if answer["type"] == "observation":
-            observation = answer["data"]["observation"]
-            if not isinstance(observation, dict):
-                raise TypeError(f"an observation of type {type(observation).__name__}")
-            return answer
-        code = answer["data"].get("code")
-        if code == _FULL or (kind == "step" and code == _NO_ACTION):
-            return answer
-        detail = f"{kind}: {json.dumps(answer['data'])[:1000]}"
-        raise AttemptFailed(FailureOwner.TASK, "environment_failed", detail)
-
-    async def _within(self, request: Awaitable[Any]) -> Any:
-        """Await a request within the limit. Raises: AttemptFailed for a missing or malformed answer."""
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request within the limit. Raises: AttemptFailed."""
         from websockets.exceptions import WebSocketException
 
         limit_s = self._spec.tool_limit_s
         cause: Exception
         try:
             async with asyncio.timeout(limit_s):
-                return await request
+                while (answer := await self._exchange(kind, data)) is None:
+                    await self.close()
+                    await asyncio.sleep(_RETRY_S)
+                return answer
         except TimeoutError as error:
-            kind, detail, cause = "server_silent", f"no answer for {limit_s:g} s", error
+            failure, detail, cause = "server_silent", f"no answer for {limit_s:g} s", error
         except (OSError, WebSocketException, ValueError, LookupError, TypeError, AttributeError) as error:
-            kind, detail, cause = "server_lost", f"{type(error).__name__}: {error}", error
-        raise AttemptFailed(FailureOwner.INFRA, kind, f"{self._spec.url}: {detail}") from cause
+            failure, detail, cause = "server_lost", f"{type(error).__name__}: {error}", error
+        raise AttemptFailed(FailureOwner.INFRA, failure, f"{self._spec.url}: {detail}") from cause
+
+    async def _exchange(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the answer to a request; None if the server has no room for another session."""
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import ConnectionClosed
+
+        if self._socket is None:
+            # "ws" in place of "http".
+            url = f"ws{self._spec.url.removeprefix('http').removeprefix('ws').rstrip('/')}/ws"
+            self._socket = await connect(
+                url, proxy=None, compression=None, open_timeout=None, ping_interval=None, max_size=_MAX_BYTES
+            )
+        # The server may have sent an error before it closed the connection.
+        with suppress(ConnectionClosed):
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(await self._socket.recv())
+        found: dict[str, Any] = answer["data"]
+        if answer["type"] == "observation":
+            if not isinstance(found["observation"], dict):
+                raise TypeError(f"an observation of type {type(found['observation']).__name__}")
+            return found
+        if found.get("code") == _FULL:
+            return None
+        if kind == "step" and found.get("code") == _NO_ACTION:
+            return found
+        detail = f"{kind}: {json.dumps(found)[:1000]}"
+        raise AttemptFailed(FailureOwner.TASK, "environment_failed", detail)
 
 
 def _show(observation: Mapping[str, Any]) -> str:

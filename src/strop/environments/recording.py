@@ -129,10 +129,9 @@ class Recorder:
         num_tokens = await self._reserve(len(prompt_ids), max_tokens)
         self._num_asked += 1
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest()
-        stream = hashlib.blake2b(
-            digest + self._times_asked[digest].to_bytes(8, "little"), digest_size=8
-        ).digest()
+        number = self._times_asked[digest].to_bytes(8, "little")
         self._times_asked[digest] += 1
+        stream = hashlib.blake2b(digest + number, digest_size=8).digest()
         try:
             seed = int.from_bytes(stream, "little") % 2**_SEED_BITS
             completion = await self._sample(prompt_ids, num_tokens, seed, stop)
@@ -243,15 +242,11 @@ class Recorder:
 
 def _pose(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message, ...]:
     """Add the tools to the first user message, or to the first message if there is none."""
-    if not tools:
-        return tuple(messages)
-    places = [index for index, message in enumerate(messages) if message.role == "user"]
-    place = places[0] if places else 0
-    return (
-        *messages[:place],
-        *pose_messages([messages[place]], "model_default", tools),
-        *messages[place + 1 :],
-    )
+    posed = list(messages)
+    if tools:
+        at = next((index for index, message in enumerate(posed) if message.role == "user"), 0)
+        posed[at : at + 1] = pose_messages([posed[at]], "model_default", tools)
+    return tuple(posed)
 
 
 def _without_reasoning(messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -1,8 +1,10 @@
 """A repository in a sandbox, an issue, and hidden tests that run in another sandbox.
 
+Its rows have the columns of SWE-bench, SWE-Gym, R2E and similar data sets.
+
 The model's repository has one commit without history: later commits would hold the answer. The diff against
 that commit is applied to a fresh copy of the repository and graded there, without files that the hidden tests
-replace and those in `protected`.
+replace and those of `_PROTECTED`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import json
+import os
 import posixpath
 import re
 import secrets
@@ -18,24 +22,24 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from typing_extensions import override
 
-from strop.environments.repair_rows import READING, RepairRow, read_passed
-from strop.environments.workspace import FILE_ERRORS, Workspace, room_limits, submitted
-from strop.errors import ConfigError, SandboxError
-from strop.rollout import Example, FailureOwner, Outcome, Split
-from strop.sandbox.contract import MIB, ExecKind, ExecResult, SandboxSpec
+from strop.environments.workspace import ORDER_LIMIT_S, Workspace, room_limits, submitted
+from strop.errors import ConfigError
+from strop.rollout import Example, FailureOwner, Outcome, Split, make_example
+from strop.sandbox.contract import MIB, ExecKind, SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.rows.row_task import SplitExamples, read_examples
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples
 from strop.tasks.task import TaskLimits
 
-_FOLDER = "/testbed"
 _OWN_FOLDER = "repository"
 """Folder below the private directory, for rows without an image."""
 _GIT = "git -c user.name=strop -c user.email=strop@localhost -c core.hooksPath=/dev/null"
@@ -43,9 +47,6 @@ _OPENING = (
     "A repository is in the current directory. Solve the issue below by changing its files. Tests that you do"
     " not see decide; changes of tests do not count.{}\n\n{}"
 )
-_PATCH_BYTES = 16 * MIB
-_ORDER_LIMIT_S = 600.0
-"""Limit of one set-up step in a sandbox, on a large repository."""
 _PATCHED = re.compile(r"^(?:\+\+\+ b/|--- a/)(.+?)\t?$", re.MULTILINE)
 _SEAL = f"""
 rm -rf -- "$@"
@@ -57,6 +58,9 @@ rm -f "$HOME/.tracked"
 {_GIT} commit -q --no-verify --allow-empty -m "the repository as it is" && git rev-parse HEAD
 """
 """Removes the arguments, reduces the repository to one commit, and prints that commit."""
+_DIFF = (
+    f'cd "$1" && {_GIT} add -A && {_GIT} diff --cached --binary --no-renames --no-ext-diff --no-color "$2"'
+)
 _AT_BASE = """
 [ -n "$1" ] || exit 0
 [ -d .git ] || { [ "$2" = 1 ] && exit 0; echo "no git repository, and the row names a commit" >&2; exit 1; }
@@ -71,27 +75,27 @@ _CANARIES = {
     ".py": """
 
 class Test{word}(__import__("unittest").TestCase):
-    def test_{word}_a(self):
-        self.assertEqual({low}, {high})
-
-    def test_{word}_b(self):
-        self.assertTrue({low} > {high})
-
-    def test_{word}_c(self):
-        assert {low} == {high}
-
-    def test_{word}_d(self):
-        with self.assertRaises(ValueError):
-            int("{low}")
-
-    def test_{word}_e(self):
-        self.assertIn({low}, [{high}])
+    def test_{word}_a(self): self.assertEqual({low}, {high})
+    def test_{word}_b(self): self.assertTrue({low} > {high})
+    def test_{word}_c(self): assert {low} == {high}
+    def test_{word}_d(self): self.assertRaises(ValueError, int, "{low}")
+    def test_{word}_e(self): self.assertIn({low}, [{high}])
 
 
 """,
     ".sh": '\n[ {low} = {high} ] && echo "PASSED test_{word}" || echo "FAILED test_{word} - no"\n',
 }
 """Tests that must fail, by the suffix of the file that they are put into."""
+_PROTECTED = (
+    *("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*.pth"),
+    # They can load plugins into the test run.
+    *("*pytest.ini", "*pytest.toml", "*tox.ini", "*setup.cfg", "*pyproject.toml"),
+    *("*.dist-info/*", "*.egg-info/*"),
+    # Python imports them before the real ones.
+    *("pytest.py", "pytest/*", "_pytest/*", "unittest.py", "unittest/*"),
+)
+"""Files whose changes are not graded, beside the test files: they can make every test pass."""
+_IN_BASH = 'exec "$(command -v bash || echo /bin/sh)" -c "$0"'
 _MAIN = re.compile(r"^if __name__\b", re.MULTILINE)
 
 
@@ -109,7 +113,7 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
         json_schema_extra=expert("SWE-bench's rows do not name their images"),
     )
     folder: str = Field(
-        default=_FOLDER,
+        default="/testbed",
         pattern="^/",
         description="Folder of the repository in images, for rows without one.",
         json_schema_extra=expert("images are built in several ways"),
@@ -134,20 +138,113 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
         description="Paths in the image that only the grader has, such as R2E's ['/r2e_tests'].",
         json_schema_extra=expert("some images hold the hidden tests"),
     )
-    protected: tuple[str, ...] = Field(
-        default=(
-            *("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*.pth"),
-            # They can load plugins into the test run.
-            *("*pytest.ini", "*pytest.toml", "*tox.ini", "*setup.cfg", "*pyproject.toml"),
-            *("*.dist-info/*", "*.egg-info/*"),
-            # Python imports them before the real ones.
-            *("pytest.py", "pytest/*", "_pytest/*", "unittest.py", "unittest/*"),
-        ),
-        strict=False,
-        description="Files whose changes are not graded, beside the test files: patterns of paths in the"
-        " repository.",
-        json_schema_extra=expert("some files can make every test pass"),
+
+
+def _decode(value: Any) -> Any:
+    """Read a column that may be JSON; Arrow fills keys of other rows with None."""
+    value = json.loads(value) if isinstance(value, str) else value
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+_Names = Annotated[tuple[str, ...], BeforeValidator(_decode)]
+_Texts = Annotated[dict[str, Any], BeforeValidator(_decode)]
+_FIELDS = ("instance_id", "problem_statement", "image", "repository", "base_commit")
+"""The columns that are an example's fields. The others are its answer, which the model does not see."""
+
+
+def _named(*columns: str) -> Any:
+    return Field(default="", validation_alias=AliasChoices(*columns))
+
+
+class RepairRow(BaseModel):
+    """The columns of a row; of an example's answer, those that are hidden from the model."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    instance_id: str = ""
+    problem_statement: str = ""
+    image: str = _named("image", "docker_image", "image_name")
+    repository: str = ""
+    base_commit: str = _named("base_commit", "commit_hash")
+    test_command: str = _named("test_command", "test_cmd")
+    """Empty: the run file's command."""
+    test_patch: str = ""
+    """A diff that adds the tests."""
+    hidden_tests: Annotated[dict[str, str], BeforeValidator(_decode)] = {}
+    """Test files by path."""
+    fail_to_pass: _Names = Field(default=(), alias="FAIL_TO_PASS")
+    pass_to_pass: _Names = Field(default=(), alias="PASS_TO_PASS")
+    patch: str = ""
+    """A correct diff, for the self-test."""
+    expected_output_json: _Texts = {}
+    install_config: _Texts = {}
+
+    @classmethod
+    def of(cls, example: Example) -> RepairRow:
+        """Read an example's answer."""
+        return cls.model_validate_json(example.answer or "{}")
+
+
+def _to_example(row: Row) -> Example:
+    """Convert a row to an example. Raises: DataError naming the row, if a column is missing or malformed."""
+    try:
+        read = RepairRow.model_validate({k: v for k, v in row.values.items() if v not in (None, "")})
+    except ValidationError as error:
+        first = error.errors()[0]
+        detail = f"{row.place}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise bad_row(detail, "texts; lists of texts and tables, or these as JSON") from error
+    expected = tuple(name for name, status in read.expected_output_json.items() if status == "PASSED")
+    read = read.model_copy(
+        update={
+            "instance_id": read.instance_id or row.place,
+            "repository": os.path.expanduser(read.repository),
+            "test_command": read.test_command or read.install_config.get("test_cmd") or "",
+            "pass_to_pass": read.pass_to_pass or expected,
+        }
     )
+    if not read.problem_statement.strip():
+        raise bad_row(f"{row.place} has no problem_statement", "a text that is not empty")
+    if not read.fail_to_pass and not read.pass_to_pass:
+        fault = f"{row.place} names no tests, and code under test can end their command with 0"
+        raise bad_row(fault, "names in FAIL_TO_PASS, PASS_TO_PASS or expected_output_json")
+    answer = read.model_dump(mode="json", exclude={*_FIELDS, "expected_output_json", "install_config"})
+    fields = read.model_dump(mode="json", include={*_FIELDS})
+    return make_example("repo-repair", fields, json.dumps(answer, sort_keys=True))
+
+
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+_PYTEST = re.compile(r"^(PASSED|XFAIL|FAILED|ERROR|SKIPPED|XPASS) +(\S.*)$")
+_UNITTEST = re.compile(
+    r"^(test\w* \([\w.]+\))(?:\n.*)? \.\.\. (ok|FAIL|ERROR|skipped|expected failure)", re.MULTILINE
+)
+_GOOD = frozenset({"PASSED", "XFAIL", "ok", "expected failure"})
+
+
+def read_passed(log: str) -> dict[str, bool]:
+    """Return from a log whether each test passed, under each name that data sets use for it.
+
+    Reads logs of pytest with -rA, and of unittest and Django with -v 2. pytest's `a/b.py::C::test_d[x y]`
+    also counts under its part before the first space, and as `C.test_d[x y]`. The code under test can write
+    to the log, too: of several results of a test the worst counts.
+    """
+    log = _STYLE.sub("", log)
+    results = [(match[2], match[1]) for line in log.splitlines() if (match := _PYTEST.match(line.rstrip()))]
+    results += [(match[1], match[2]) for match in _UNITTEST.finditer(log)]
+    passed: dict[str, bool] = {}
+    for name, status in results:
+        # A failure's message follows the name.
+        whole = name if status in _GOOD else name.partition(" - ")[0]
+        within = ".".join(whole.split("::")[1:])
+        for alias in {whole, whole.split()[0] if "::" in whole else whole, within or whole}:
+            passed[alias] = passed.get(alias, True) and status in _GOOD
+    return passed
+
+
+_READING = RowReading(
+    layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",), is_unknown=True),
+    to_example=_to_example,
+    question=lambda example: f"{example.fields['instance_id']}\n{example.fields['problem_statement']}",
+)
 
 
 class RepoRepair(Workspace):
@@ -170,7 +267,7 @@ class RepoRepair(Workspace):
     @cached_property
     def _splits(self) -> SplitExamples:
         spec = self._spec
-        return read_examples(READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
+        return read_examples(_READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
 
     @property
     def data_digest(self) -> str:
@@ -181,8 +278,8 @@ class RepoRepair(Workspace):
         """Return the rows of a split. Raises: DataError if they are missing or malformed."""
         return self._splits.of(split)
 
+    @override
     def opening(self, example: Example, seed: int) -> str:
-        """Return the issue with its instructions."""
         # A program that works in place of the tools has no submit.
         ending = " Call submit when you are done." if self._spec.agent is None else ""
         return _OPENING.format(ending, example.fields["problem_statement"])
@@ -195,34 +292,22 @@ class RepoRepair(Workspace):
             command = f"git apply - <<'{word}'\n{patch.rstrip()}\n{word}"
             yield submitted(command)
 
-    def forgeries(self, example: Example) -> Iterator[tuple[str, ...]]:
-        """Yield attempts whose code reports that all tests passed, and ends them; none without a patch."""
-        hidden = RepairRow.of(example)
-        names = (*hidden.fail_to_pass, *hidden.pass_to_pass)
-        log = "\n" + "".join(f"PASSED {name}\n{name} ... ok\n" for name in names)
-        forged = {
-            ".py": f"import os\nos.write(1, {log!r}.encode())\nos.write(2, {log!r}.encode())\nos._exit(0)",
-            ".sh": f"printf %s {shlex.quote(log)}\nexit 0",
-        }
-        for path in dict.fromkeys(_PATCHED.findall(hidden.patch)):
-            if code := forged.get(posixpath.splitext(path)[1]):
-                yield submitted(f"printf %s {shlex.quote(code)} > {shlex.quote(path)}")
-
+    @override
     def sandbox_for(self, example: Example) -> SandboxSpec:
-        """Return a sandbox of the row's image."""
-        limits = replace(room_limits(self._spec), output_head_bytes=8 * MIB, output_tail_bytes=8 * MIB)
+        limits = room_limits(memory_gib=self._spec.memory_gib, disk_gib=self._spec.disk_gib)
+        limits = replace(limits, output_head_bytes=8 * MIB, output_tail_bytes=8 * MIB)
         image = self._image_of(example)
         # Root owns the image's files.
         return SandboxSpec(limits=limits, image=image or None, user=0 if image else None)
 
+    @override
     async def prepare(self, example: Example, seed: int) -> None:
-        """Place the repository without history and hidden paths."""
-        self.folder = await self._place_repository(self.sandbox)
-        hidden = (*RepairRow.of(example).hidden_paths, *self._spec.hidden_paths)
-        self._base = (await self._order(self.sandbox, _SEAL, *hidden)).stdout.decode().split()[-1]
+        await self._place_repository(self.sandbox)
+        sealed = await self._order(self.sandbox, _SEAL, *self._spec.hidden_paths)
+        self._base = sealed.stdout.decode().split()[-1]
 
+    @override
     async def grade(self, sandbox: ServedSandbox) -> Outcome:
-        """Apply the hidden tests and the diff, run the tests, and read their log."""
         hidden = RepairRow.of(self.example)
         passed, canary = await self._run_tests(sandbox, hidden, self._diff)
         if isinstance(passed, str):
@@ -248,11 +333,11 @@ class RepoRepair(Workspace):
         self, sandbox: ServedSandbox, hidden: RepairRow, diff: bytes
     ) -> tuple[Mapping[str, bool] | str, str]:
         """Return which tests passed, or why there is no result; and the word of the tests that must fail."""
-        self.folder = await self._place_repository(sandbox)
+        await self._place_repository(sandbox)
         test_files = tuple(dict.fromkeys([*hidden.hidden_tests, *_PATCHED.findall(hidden.test_patch)]))
         # Before the diff: what is in their way then is the row's fault, and later the model's.
         for path, text in hidden.hidden_tests.items():
-            await sandbox.write(posixpath.join(self.folder, path), text.encode())
+            await sandbox.write(self._place_of(path), text.encode())
         if hidden.test_patch and not await self._apply(sandbox, hidden.test_patch.encode()):
             raise AttemptFailed(FailureOwner.TASK, "bad_test_patch", "the row's test patch does not apply")
         command = hidden.test_command or self._spec.test_command or ""
@@ -260,19 +345,15 @@ class RepoRepair(Workspace):
         if not command:
             detail = f"{self.example.fields['instance_id']} does not say how its tests are run"
             raise AttemptFailed(FailureOwner.TASK, "no_test_command", detail)
-        ungraded = [*self._spec.protected, *(f"{path}{end}" for path in test_files for end in ("", "/*"))]
+        ungraded = [*_PROTECTED, *(f"{path}{end}" for path in test_files for end in ("", "/*"))]
         if diff and not await self._apply(sandbox, diff, *(f"--exclude={pattern}" for pattern in ungraded)):
             return "patch_failed", ""
-        canary = await self._add_canary(sandbox, *test_files, *hidden.hidden_paths, *self._spec.hidden_paths)
-        limit_s = self._spec.test_limit_s
-        for shell in ("/bin/bash", "/bin/sh"):
-            result = await sandbox.exec([shell, "-c", command], wall_limit_s=limit_s, cwd=self.folder)
-            if result.kind is ExecKind.TIMED_OUT:
-                return "tests_timed_out", canary
-            if result.kind is not ExecKind.NOT_STARTED:
-                log = b"\n".join([result.stdout, result.stderr]).decode(errors="replace")
-                return read_passed(log), canary
-        raise AttemptFailed(FailureOwner.TASK, "no_shell", "the image has no shell that could run the tests")
+        canary = await self._add_canary(sandbox, *test_files, *self._spec.hidden_paths)
+        argv = ["/bin/sh", "-c", _IN_BASH, command]
+        result = await sandbox.exec(argv, wall_limit_s=self._spec.test_limit_s, cwd=self.folder)
+        if result.kind is ExecKind.TIMED_OUT:
+            return "tests_timed_out", canary
+        return read_passed((result.stdout + b"\n" + result.stderr).decode(errors="replace")), canary
 
     async def _add_canary(self, sandbox: ServedSandbox, *paths: str) -> str:
         """Put tests that must fail into the last hidden test file; return the word in their names.
@@ -284,7 +365,7 @@ class RepoRepair(Workspace):
         if not found:
             detail = "it has no hidden test file in Python, and no script of a shell"
             raise AttemptFailed(FailureOwner.TASK, "no_hidden_tests", detail)
-        place = posixpath.join(self.folder or "", found)
+        place = self._place_of(found)
         text = (await sandbox.read(place)).decode(errors="surrogateescape")
         word, low = secrets.token_hex(4), secrets.randbelow(1000)
         canary = _CANARIES[posixpath.splitext(found)[1]].format(word=word, low=low, high=low + 7)
@@ -299,38 +380,20 @@ class RepoRepair(Workspace):
 
     async def _take_diff(self) -> bytes:
         """Return the model's changes; nothing if its repository is broken or the diff is too large."""
-        script = (
-            f'cd "$1" && {_GIT} add -A && {_GIT} diff --cached'
-            ' --binary --no-renames --no-ext-diff --no-color "$2" > "$3"'
-        )
-        path = posixpath.join(self.sandbox.scratch, ".strop-diff")
-        argv = ["sh", "-c", f'rm -rf "$3"; {script}', "sh", self.folder or ".", self._base, path]
-        result = await self.sandbox.exec(argv, wall_limit_s=_ORDER_LIMIT_S)
-        if result.exit_code != 0:
-            return b""
-        try:
-            return await self.sandbox.read(path, max_bytes=_PATCH_BYTES)
-        except SandboxError as error:
-            if error.kind not in FILE_ERRORS:
-                raise
-            return b""
+        argv = ["sh", "-c", _DIFF, "sh", self.folder or ".", self._base]
+        result = await self.sandbox.exec(argv, wall_limit_s=ORDER_LIMIT_S)
+        return b"" if result.exit_code != 0 or result.stdout_omitted else result.stdout
 
-    async def _place_repository(self, sandbox: ServedSandbox) -> str:
-        """Place the repository at the row's commit; return its folder."""
-        fields = self.example.fields
-        if self._image_of(self.example):
-            folder = fields["folder"] or self._spec.folder
-        else:
-            folder = posixpath.join(sandbox.scratch, _OWN_FOLDER)
-            self.folder = None
+    async def _place_repository(self, sandbox: ServedSandbox) -> None:
+        """Place the repository at the row's commit, in `folder`."""
+        fields, has_image = self.example.fields, bool(self._image_of(self.example))
+        self.folder = self._spec.folder if has_image else posixpath.join(sandbox.scratch, _OWN_FOLDER)
+        if not has_image:
             archive = await asyncio.to_thread(_pack, fields["repository"])
             # An archive: there may be thousands of files, also links.
-            await self._order(sandbox, f"mkdir {_OWN_FOLDER} && tar -xf - -C {_OWN_FOLDER}", stdin=archive)
-        self.folder = folder
-        await self._order(
-            sandbox, _AT_BASE, fields["base_commit"], "1" if self._image_of(self.example) else "0"
-        )
-        return folder
+            unpack = f"mkdir {_OWN_FOLDER} && tar -xf - -C {_OWN_FOLDER}"
+            await self._order(sandbox, unpack, stdin=archive, cwd=sandbox.scratch)
+        await self._order(sandbox, _AT_BASE, fields["base_commit"], "1" if has_image else "0")
 
     def _image_of(self, example: Example) -> str:
         """Return a row's image; empty if it has a repository. Raises: ConfigError if it has neither."""
@@ -348,21 +411,9 @@ class RepoRepair(Workspace):
         named = self._spec.image.replace("{instance_id}", instance)
         return named.replace("{instance}", instance.replace("__", "_1776_").lower())
 
-    async def _order(
-        self, sandbox: ServedSandbox, script: str, *words: str, stdin: bytes = b""
-    ) -> ExecResult:
-        """Run a set-up script in the repository. Raises: AttemptFailed (of the task) if it fails."""
-        argv = ["sh", "-c", script, "sh", *words]
-        result = await sandbox.exec(argv, stdin=stdin, wall_limit_s=_ORDER_LIMIT_S, cwd=self.folder)
-        if result.exit_code or result.kind is not ExecKind.EXITED:
-            output = (result.stderr or result.stdout).decode(errors="replace").strip()[-400:]
-            detail = f"the repository of {self.example.fields['instance_id']}: {result.kind}: {output}"
-            raise AttemptFailed(FailureOwner.TASK, "bad_repository", detail)
-        return result
-
     async def _apply(self, sandbox: ServedSandbox, patch: bytes, *words: str) -> bool:
         argv = ["git", "apply", "--whitespace=nowarn", *words, "-"]
-        result = await sandbox.exec(argv, stdin=patch, wall_limit_s=_ORDER_LIMIT_S, cwd=self.folder)
+        result = await sandbox.exec(argv, stdin=patch, wall_limit_s=ORDER_LIMIT_S, cwd=self.folder)
         return result.exit_code == 0
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from time import perf_counter
 
 import numpy as np
 
@@ -77,6 +77,7 @@ class Stop(StrEnum):
     CONTEXT = "context"
     """The context has no room for another reply."""
     TIME = "time"
+    """Of a program."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,23 +88,15 @@ class Attempt:
     engine: Engine
     plan: RolloutPlan
     prompts: PromptCache
-    clock: Callable[[], float] = time.perf_counter
     turns: list[Turn] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
-    started_at: float = 0.0
-    program_metrics: dict[str, float] = field(default_factory=dict)
-    """Counts of a program's calls, by the name of their metric."""
+    num_format_errors: int = 0
+    """Of a program's calls."""
     stage_owner: FailureOwner = FailureOwner.TASK
     """Owner of the code that runs now, and so of a failure that names no owner."""
     history: list[Message] = field(default_factory=list)
     context_ids: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Prompt ids of the next request."""
-
-    @property
-    def world_seed(self) -> int:
-        """The world's seed, the same for all attempts of a group."""
-        plan = self.plan
-        return stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
 
     async def run(self) -> Rollout:
         """Play from reset to the score, and close the environment. Raises: as `run_rollout`."""
@@ -131,9 +124,10 @@ class Attempt:
         )
 
     async def _play(self) -> Outcome:
-        if self.environment.max_attempt_s is not None:
-            self.started_at = self.clock()
-        self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
+        plan = self.plan
+        # The world's seed is the same for all attempts of a group.
+        seed = stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
+        self.history = list(await self.environment.reset(plan.example, seed))
         end = await self._converse()
         return await self._score(end) if isinstance(end, Stop) else end
 
@@ -148,9 +142,12 @@ class Attempt:
         for turn_index in range(environment.max_turns):
             if (end := self._find_end(turn_index)) is not None:
                 return end
-            completion = await self._generate(turn_index)
-            if completion is None:
-                return Stop.TIME
+            num_tokens = int(min(self.plan.max_reply_tokens, self._left()))
+            self.stage_owner = FailureOwner.ENGINE
+            completion = await self._sample(self.context_ids, num_tokens, turn_index)
+            # A reply whose parts do not fit together is the engine's failure too.
+            self.turns.append(spoken_turn(completion))
+            self.stage_owner = FailureOwner.TASK
             if completion.finish_reason is FinishReason.ABORT:
                 return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
             asked = self.turns[-2].text
@@ -180,17 +177,13 @@ class Attempt:
                 f" the model's {plan.max_positions} positions"
             )
             return Outcome.lost(FailureOwner.TASK, PROMPT_TOO_LONG, detail)
-        left_tokens, left_s = self._left()
-        if left_tokens < 1:
-            return Stop.TOKENS
-        return Stop.TIME if left_s <= 0.0 else None
+        return Stop.TOKENS if self._left() < 1 else None
 
-    def _left(self) -> tuple[float, float]:
-        """Return the tokens and the seconds that the attempt has left."""
-        max_tokens, max_s = self.environment.max_attempt_tokens, self.environment.max_attempt_s
+    def _left(self) -> float:
+        """Return the tokens that the attempt has left."""
+        max_tokens = self.environment.max_attempt_tokens
         num_sampled = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
-        left_tokens = math.inf if max_tokens is None else max_tokens - num_sampled
-        return left_tokens, math.inf if max_s is None else max_s - (self.clock() - self.started_at)
+        return math.inf if max_tokens is None else max_tokens - num_sampled
 
     def _continue(self, reply: Message, new_messages: Sequence[Message]) -> None:
         """Append the last reply and the world's answer to the conversation.
@@ -202,31 +195,13 @@ class Attempt:
         extension = self.prompts.extend(self.history, turn, reply.tool_calls, new_messages)
         self.history += [reply, *new_messages]
         if extension is not None:
-            text, new_ids = extension
-            self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
-            self.context_ids = np.concatenate([self.context_ids, turn.token_ids, new_ids])
+            text, ids = extension
+            self.context_ids = np.concatenate([self.context_ids, turn.token_ids, ids])
         else:
-            text, self.context_ids = self.prompts.render(tuple(self.history))
-            self.turns.append(Turn(role=RESTART, text=text, token_ids=self.context_ids))
-
-    async def _generate(self, turn_index: int) -> Completion | None:
-        """Sample a reply; return None if it is not complete in the time that is left."""
-        left_tokens, left_s = self._left()
-        num_tokens = int(min(self.plan.max_reply_tokens, left_tokens))
-        self.stage_owner = FailureOwner.ENGINE
-        completion: Completion | None = None
-        try:
-            async with asyncio.timeout(None if left_s == math.inf else left_s) as limit:
-                completion = await self._sample(self.context_ids, num_tokens, turn_index)
-        except TimeoutError:
-            # A time-out of the engine's own is a failure.
-            if not limit.expired():
-                raise
-        if completion is not None:
-            # A reply whose parts do not fit together is the engine's failure too.
-            self.turns.append(spoken_turn(completion))
-        self.stage_owner = FailureOwner.TASK
-        return completion
+            text, ids = self.prompts.render(tuple(self.history))
+            self.context_ids = ids
+        role = RESTART if extension is None else "prompt"
+        self.turns.append(Turn(role=role, text=text, token_ids=ids))
 
     async def _sample(
         self, context_ids: IntArray, num_tokens: int, stream: int, stop: tuple[str, ...] = ()
@@ -244,9 +219,9 @@ class Attempt:
             stop_token_ids=self.prompts.tokenizer.stop_token_ids,
             stop_strings=stop_strings,
         )
-        started_at = self.clock()
+        started_at = perf_counter()
         completion = await self.engine.generate(request)
-        self.seconds["generate"] += self.clock() - started_at
+        self.seconds["generate"] += perf_counter() - started_at
         if completion.logprobs is None:
             # Without them the turn would count as not sampled.
             raise EngineError("the engine returned a reply without log-probabilities; the rollout is masked")
@@ -283,8 +258,7 @@ class Attempt:
             recorder.is_sealed = True
             self.turns = list(recorder.turns())
         refusal, refused = recorder.refusal, recorder.refused_request
-        is_failed = caught.failure is not None
-        if refused is not None and not failures and (is_failed or not recorder.num_calls):
+        if refused is not None and not failures and (caught.failure is not None or not recorder.num_calls):
             # Whatever the program said when it gave up, this is why.
             return Outcome.lost(FailureOwner.TASK, "request_refused", f"the program's request: {refused}")
         if caught.failure is not None and (refusal is None or not recorder.num_calls):
@@ -294,17 +268,16 @@ class Attempt:
             return Outcome(parts={}, failure=failures[0])
         if not recorder.num_calls:
             return Outcome.lost(FailureOwner.TASK, "no_call", "the program ended without asking the model")
-        if recorder.num_format_errors:
-            self.program_metrics["num_format_errors"] = float(recorder.num_format_errors)
+        self.num_format_errors = recorder.num_format_errors
         if refusal is not None:
             # Many programs fail then; it was the policy that left no room.
             return Stop.CONTEXT if isinstance(refusal, CallTooLong) else Stop.TOKENS
         return Stop.TIME if recorder.is_late else Stop.DONE
 
     async def _score(self, stop: Stop) -> Outcome:
-        started_at = self.clock()
+        started_at = perf_counter()
         outcome = await self.environment.score()
-        self.seconds["verify"] += self.clock() - started_at
+        self.seconds["verify"] += perf_counter() - started_at
         rewards, num_replies = outcome.turn_rewards, sum(turn.is_sampled for turn in self.turns)
         if rewards and (len(rewards) != num_replies or not all(map(math.isfinite, rewards))):
             raise DataError(
@@ -312,23 +285,18 @@ class Attempt:
                 allowed="Outcome.turn_rewards with one finite number for each reply, or none",
                 next_step="correct score",
             )
-        metrics = {**outcome.metrics, **self.program_metrics}
+        metrics = dict(outcome.metrics)
+        if self.num_format_errors:
+            metrics["num_format_errors"] = float(self.num_format_errors)
         if self.environment.max_turns > 1:
             metrics |= {"num_turns": float(num_replies), f"stopped_by_{stop}": 1.0}
-        if metrics:
-            outcome = replace(outcome, metrics=metrics)
         is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
         is_cut |= stop in (Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
-        return replace(outcome, truncated=outcome.truncated or is_cut)
+        return replace(outcome, metrics=metrics, truncated=outcome.truncated or is_cut)
 
 
 async def run_rollout(
-    environment: Environment,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    plan: RolloutPlan,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
+    environment: Environment, engine: Engine, tokenizer: Tokenizer, plan: RolloutPlan
 ) -> Rollout:
     """Attempt one example once, and close the environment.
 
@@ -339,9 +307,7 @@ async def run_rollout(
     those of a stop string included; joined, they are the engine's input and output.
     A `RESTART` in place of a prompt holds the whole conversation; the turns before it were no context of
     those behind it (`Rollout.samples`).
-    Units: `clock` counts seconds.
     Raises: WeightMismatch, ConfigError and cancellation, which concern the whole run.
     """
     prompts = PromptCache(tokenizer, plan.prompt_format)
-    attempt = Attempt(environment=environment, engine=engine, plan=plan, prompts=prompts, clock=clock)
-    return await attempt.run()
+    return await Attempt(environment=environment, engine=engine, plan=plan, prompts=prompts).run()

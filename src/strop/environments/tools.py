@@ -7,13 +7,17 @@ tool, and the attempt has no score.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
+import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
@@ -21,22 +25,16 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner, ToolCall
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.user.posing import make_task, pose
+from strop.user_code.probe import answer_order
 
+Returned = TypeVar("Returned")
 RESERVED = frozenset(
     {
         *("examples", "reset", "step", "score", "close", "gold_replies", "problem_of", "limits", "max_turns"),
         # Of a suite of tasks, TRL's name of `score`, and of a `Workspace`.
         *("part_of", "get_reward"),
-        *(
-            "opening",
-            "sandbox_for",
-            "grader_for",
-            "prepare",
-            "grade",
-            "run_program",
-            "forgeries",
-            "explain_error",
-        ),
+        *("opening", "sandbox_for", "prepare", "grade", "run_program", "forgeries", "explain_error"),
     }
 )
 """Public methods of an environment that are no tools."""
@@ -127,6 +125,22 @@ def _refuse(problem: str, allowed: str) -> ConfigError:
     )
 
 
+def require_package(name: str, extra: str) -> None:
+    """Require a package that an environment speaks by. Raises: ConfigError naming strop's extra."""
+    if find_spec(name) is None:
+        raise ConfigError(
+            f"the package {name}, which the environment needs, is not installed",
+            allowed=f"an installation with the extra '{extra}'",
+            next_step=f"pip install 'strop[{extra}]'",
+        )
+
+
+def run_here(work: Coroutine[Any, Any, Returned]) -> Returned:
+    """Run a coroutine to its end, in a thread: an event loop may be running here."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
 def to_text(returned: Any, name: str) -> str:
     """Convert the result of a tool or a step to text; binary data becomes a note of its size.
 
@@ -165,3 +179,24 @@ def cut_text(text: str, max_chars: int) -> str:
     note = f"\n[... {len(text) - max_chars} characters left out ...]\n"
     kept = max(0, max_chars - len(note))
     return text[: kept - kept // 2] + note + text[len(text) - kept // 2 :]
+
+
+def read_facts(own: Any) -> dict[str, Any]:
+    """Return the facts of a class as JSON values: the schemas of its `tools`, `has_step`, `max_turns`.
+
+    Raises: ConfigError like `find_tools`.
+    """
+    return {
+        "tools": {name: tool.schema for name, tool in find_tools(type(own)).items()},
+        "has_step": callable(getattr(own, "step", None)),
+        "max_turns": getattr(own, "max_turns", None),
+    }
+
+
+def _pose(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+    return {**pose(kind, order), "facts": read_facts(make_task(kind, order["values"]))}
+
+
+if __name__ == "__main__":
+    # The process that makes the examples of a user's class, and reads its facts.
+    answer_order(int(sys.argv[1]), _pose)

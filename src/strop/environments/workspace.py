@@ -43,20 +43,11 @@ from strop.sandbox.allowlist import PREFIX
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.sandbox.following import Shell
 from strop.sandbox.served import ServedSandbox
-from strop.spec.sandboxing import RoomSettings, SandboxSettings
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.task import TaskLimits
 from strop.tasks.tool_calls import write_call
 from strop.tasks.user.rewards import as_outcome
 
-_TOOL_LIMITS = Limits(
-    memory_bytes=1024 * MIB,
-    has_address_limit=False,
-    max_processes=256,
-    file_bytes=256 * MIB,
-    scratch_bytes=256 * MIB,
-    max_open_files=512,
-)
 FILE_ERRORS = {
     "missing": "no such file or directory",
     "directory": "it is a directory",
@@ -72,6 +63,8 @@ _ENDS = {
     ExecKind.OVER_LIMIT: "it was killed: too many processes, or too much on the disk",
 }
 _MAX_SHOWN_BYTES = 8 * MIB
+ORDER_LIMIT_S = 600.0
+"""Limit of one set-up step in a sandbox, on a large repository."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,14 +104,6 @@ class Place:
     """Limit of one command's wall time."""
     guest: Guest | None = None
 
-    @classmethod
-    def of(cls, section: object, command_limit_s: float) -> Place:
-        """Read a section, which may have no sandbox settings."""
-        if not isinstance(section, SandboxSettings):
-            return cls(command_limit_s=command_limit_s)
-        level = IsolationLevel[section.min_isolation.upper()]
-        return cls(backend=section.sandbox, min_level=level, command_limit_s=command_limit_s)
-
 
 class Workspace:
     """One attempt in a sandbox; see the module. Subclasses define examples, `opening` and `grade`."""
@@ -146,11 +131,7 @@ class Workspace:
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Return the spec of the attempt's sandbox; its isolation level comes from the run file."""
-        return SandboxSpec(limits=_TOOL_LIMITS)
-
-    def grader_for(self, example: Example) -> SandboxSpec:
-        """Return the spec of the grader's sandbox."""
-        return self.sandbox_for(example)
+        return SandboxSpec(limits=room_limits(memory_gib=1.0, disk_gib=0.25))
 
     async def prepare(self, example: Example, seed: int) -> None:
         """Fill the sandbox before the attempt."""
@@ -199,17 +180,8 @@ class Workspace:
         return "\n".join([*output, *(f"[{note}]" for note in notes)])
 
     async def view(self, path: str, first_line: int = 1, last_line: int | None = None) -> str:
-        """Show a text file with line numbers, or what is in a directory."""
-        place = self._place_of(path)
-        try:
-            data = await self.sandbox.read(place, max_bytes=_MAX_SHOWN_BYTES)
-        except SandboxError as error:
-            if error.kind != "directory":
-                raise
-            # `--`: a name may begin with a dash.
-            argv = ["ls", "-1Ap", "--", place]
-            result = await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)
-            return result.stdout.decode(errors="replace") or result.stderr.decode(errors="replace")
+        """Show a text file with line numbers."""
+        data = await self.sandbox.read(self._place_of(path), max_bytes=_MAX_SHOWN_BYTES)
         lines = data.decode(errors="replace").splitlines()
         shown = enumerate(lines[max(0, first_line - 1) : last_line], max(1, first_line))
         return "\n".join(f"{number:6}\t{line}" for number, line in shown)
@@ -293,7 +265,7 @@ class Workspace:
 
         Paths that are missing, too large or no regular file are skipped. Raises: SandboxRefused, SandboxLost.
         """
-        async with await self._create(self.grader_for(self.example)) as grader:
+        async with await self._create(self.sandbox_for(self.example)) as grader:
             with tempfile.TemporaryDirectory(prefix="strop-carried-") as folder:
                 for number, path in enumerate(paths):
                     await self._carry(path, Path(folder, str(number)), grader)
@@ -310,6 +282,24 @@ class Workspace:
         # A link is left out of its own download.
         if "" not in left_out:
             await grader.upload(copy, place)
+
+    async def _order(
+        self,
+        sandbox: ServedSandbox,
+        script: str,
+        *words: str,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        kind: str = "bad_repository",
+    ) -> ExecResult:
+        """Run a set-up script in `folder`, or elsewhere. Raises: AttemptFailed (of the task) if it fails."""
+        argv, cwd = ["sh", "-c", script, "sh", *words], cwd or self.folder
+        result = await sandbox.exec(argv, stdin=stdin, wall_limit_s=ORDER_LIMIT_S, cwd=cwd)
+        if result.exit_code or result.kind is not ExecKind.EXITED:
+            said = (result.stderr or result.stdout).decode(errors="replace").strip()[-400:]
+            name = next(iter(self.example.fields.values()), "the task")
+            raise AttemptFailed(FailureOwner.TASK, kind, f"setting up {name}: {result.kind}: {said}")
+        return result
 
     async def _create(self, spec: SandboxSpec, guest: Guest | None = None) -> ServedSandbox:
         # Imported here: most environments have no sandbox.
@@ -355,11 +345,11 @@ class Workspace:
         self._is_ruined = True
 
 
-def room_limits(room: RoomSettings) -> Limits:
-    """Return limits for building and testing software, with the run file's memory and disk."""
-    disk_bytes = int(room.disk_gib * 1024 * MIB)
+def room_limits(*, memory_gib: float, disk_gib: float) -> Limits:
+    """Return limits for building and testing software."""
+    disk_bytes = int(disk_gib * 1024 * MIB)
     return Limits(
-        memory_bytes=int(room.memory_gib * 1024 * MIB),
+        memory_bytes=int(memory_gib * 1024 * MIB),
         has_address_limit=False,
         max_processes=1024,
         file_bytes=disk_bytes,

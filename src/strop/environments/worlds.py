@@ -18,26 +18,37 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from strop.environments import looking
-from strop.environments.contract import Action
-from strop.environments.looking import read_facts
-from strop.environments.mcp import find_served_tools, require_apart
-from strop.environments.played import PlayedWorld, to_messages
+from typing_extensions import override
+
+from strop.environments import tools
+from strop.environments.contract import Action, Done, Environment, StepResult
+from strop.environments.mcp import McpServer, find_served_tools, require_apart
+from strop.environments.tools import (
+    CallRefused,
+    ToolError,
+    cut_text,
+    find_tools,
+    read_facts,
+    run_here,
+    to_text,
+)
 from strop.environments.workspace import Place, Workspace
-from strop.errors import ConfigError
-from strop.rollout import Example, FinishReason, Message, Outcome, Split, make_example
+from strop.errors import ConfigError, DataError, SandboxError
+from strop.rollout import Example, FailureOwner, FinishReason, Message, Outcome, Split, ToolCall, make_example
+from strop.sandbox.contract import IsolationLevel
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
+from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_messages, with_system
-from strop.tasks.task import TURN, Task, TaskLimits
-from strop.tasks.user.own_task import OwnTask
+from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
+from strop.tasks.tool_calls import CallFormat, Spoken, list_schemas, read_reply
+from strop.tasks.user.own_task import OwnTask, require_whole
 from strop.tasks.user.posing import OPENING_SEED, opening_of
 from strop.tasks.user.rewards import as_outcome
 from strop.tasks.version import fit_limits, hash_version
@@ -61,30 +72,18 @@ class WorldTask(Task):
         """Convert the result of `score` to an outcome. Raises: TypeError or ValueError as `to_parts`."""
 
     @property
+    @override
     def world(self) -> WorldTask:
-        """Itself."""
         return self
 
     def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
         """Make one attempt; the class judges it, not `judge`."""
         return PlayedWorld(self)
 
-    def make_placed(self) -> Any:
-        """Make an object of the class with the run file's sandbox settings."""
-        own = self.make_own()
-        if isinstance(own, Workspace):
-            own.place = Place.of(self.section, self.section.tool_limit_s)
-        return own
-
     def forgeries(self, example: Example) -> list[list[str]]:
         """Return the attempts of a workspace that its own class says must earn nothing."""
         own = self.make_own()
         return [list(replies) for replies in own.forgeries(example)] if isinstance(own, Workspace) else []
-
-    @property
-    def has_step(self) -> bool:
-        """Whether it accepts replies without a tool call."""
-        return bool(self.facts["has_step"])
 
     @cached_property
     def tools(self) -> Mapping[str, str]:
@@ -92,18 +91,13 @@ class WorldTask(Task):
         own, served = self.facts["tools"], self.served_tools
         require_apart(own, served)
         tools: Mapping[str, str] = {**own, **{name: schema for name, (_, schema) in served.items()}}
-        if not tools and not self.has_step:
+        if not tools and not self.facts["has_step"]:
             raise ConfigError(
                 f"the environment {self.name} has neither step nor a tool: the policy could do nothing",
                 allowed="a method step(text), or public methods with types, which are tools",
                 next_step="add one",
             )
         return tools
-
-    @cached_property
-    def parameters(self) -> Mapping[str, Any]:
-        """The JSON Schema of each tool's arguments, by the tool's name."""
-        return {name: json.loads(tool)["function"]["parameters"] for name, tool in self.tools.items()}
 
     @cached_property
     def served_tools(self) -> Mapping[str, tuple[str, str]]:
@@ -113,8 +107,7 @@ class WorldTask(Task):
     @cached_property
     def max_turns(self) -> int:
         """Largest number of replies. Raises: ConfigError if neither the run file nor the class has it."""
-        own = self.facts["max_turns"]
-        max_turns = own if self.section.max_turns is None else self.section.max_turns
+        max_turns = self.section.max_turns or self.facts["max_turns"]
         if not isinstance(max_turns, int) or max_turns < 1:
             raise ConfigError(
                 f"the environment {self.name} does not say how many turns an attempt has",
@@ -132,32 +125,21 @@ class WorldTask(Task):
         """Play an attempt without a model: `text` holds the replies, with `TURN` between them.
 
         The last one is repeated until the attempt is over; calls are written as fenced blocks.
-        Raises: as the environment does; ConfigError if an earlier process saw another opening.
+        Raises: as the environment does.
         """
         replies, environment = text.split(TURN), self.make_environment()
         try:
-            # Before `reset`, and in a thread: it may open an attempt too, and wait for others' slots.
-            posed = await asyncio.to_thread(self.render, example)
-            opening = await environment.reset(example, OPENING_SEED)
-            first, second = ([message.to_json() for message in messages] for messages in (posed, opening))
-            if first != second:
-                raise ConfigError(
-                    f"{self.name} opens {dict(example.fields)!r:.80} for the same seed with {first!r:.200},"
-                    f" and in another process with {second!r:.200}",
-                    allowed="a reset that draws from its seed alone",
-                    next_step="sort what comes from a set, and ask neither the clock nor the machine",
-                )
+            await environment.reset(example, OPENING_SEED)
             for turn in range(environment.max_turns):
                 reply = replies[min(turn, len(replies) - 1)]
-                result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
-                if result.done:
+                if (await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))).done:
                     break
             return await environment.score()
         finally:
             await environment.close()
 
+    @override
     def attempt_tokens(self, limits: TaskLimits) -> int:
-        """Return the token limit of all turns together."""
         in_turns = self.max_turns * limits.max_reply_tokens
         return min(in_turns, self.section.max_attempt_tokens or in_turns)
 
@@ -181,12 +163,12 @@ class BuiltInWorld(WorldTask):
         digest = getattr(own, "data_digest", "")
         return hash_version(self.name, own.version, "world-1", self.limits, section, digest)
 
+    @override
     def make_own(self) -> Any:
-        """Make an object of the class."""
         return self._kind(self.section)
 
+    @override
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the class's examples of a split."""
         if split not in self._examples:
             rows = self._specimen.examples(split)
             self._examples[split] = tuple(
@@ -194,8 +176,8 @@ class BuiltInWorld(WorldTask):
             )
         return self._examples[split]
 
+    @override
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Return the opening of an example."""
         own = self.make_own()
         opening = opening_of(own)(example, OPENING_SEED)
         if inspect.isawaitable(opening):
@@ -206,34 +188,33 @@ class BuiltInWorld(WorldTask):
                 finally:
                     await own.close()
 
-            # In a thread: an event loop may be running here.
-            with ThreadPoolExecutor(1) as thread:
-                opening = thread.submit(asyncio.run, open_and_close(opening)).result()
+            opening = run_here(open_and_close(opening))
         return self.pose(to_messages(opening), example)
 
+    @override
     def problem_of(self, example: Example) -> str:
-        """Return the example's id: an opening seldom states the whole problem."""
+        # An opening seldom states the whole problem.
         return example.example_id
 
+    @override
     def part_of(self, example: Example) -> str | None:
-        """Return the task of a suite that an example belongs to; None without a suite."""
         find = getattr(self._specimen, "part_of", None)
         return None if find is None else str(find(example))
 
+    @override
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return attempts that earn full marks, their replies joined with `TURN`."""
         find = getattr(self._specimen, "gold_replies", lambda _: ())
         return tuple(TURN.join(replies) for replies in find(example))
 
+    @override
     def to_outcome(self, score: Any, /) -> Outcome:
-        """Convert the result of `score` to an outcome."""
         return as_outcome(score, self.name, self.limits.max_reward)
 
 
 class OwnWorld(WorldTask, OwnTask):
     """A user's environment."""
 
-    poser = looking.__name__
+    poser = tools.__name__
     section: UserEnvironmentSpec
 
     def __init__(self, spec: UserEnvironmentSpec) -> None:
@@ -241,19 +222,192 @@ class OwnWorld(WorldTask, OwnTask):
         OwnTask.__init__(self, spec)
         self.section, self.is_workspace = spec, self._inspected.has_sandbox
 
+    @override
     def problem_of(self, example: Example) -> str:
-        """Return the class's name of the problem, or the example's id."""
         return OwnTask.problem_of(self, example) or example.example_id
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """Those that another process has read (`looking`)."""
+        """Those that another process has read (`tools`)."""
         facts: Mapping[str, Any] = self._posed["facts"]
         return facts
 
     make_own = OwnTask.make_own
     to_outcome = OwnTask.to_outcome
 
+    @override
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Return the opening that the class made together with its examples."""
         return self.pose(OwnTask.render(self, example), example)
+
+
+class PlayedWorld(Environment):
+    """One attempt; it holds the object."""
+
+    def __init__(self, task: WorldTask) -> None:
+        self._task = task
+        self._section = section = task.section
+        self.max_turns = task.max_turns
+        self.stop_strings = task.limits.stop_strings
+        self.base_stop_strings = task.limits.base_stop_strings
+        self.max_attempt_tokens = section.max_attempt_tokens
+        self._own: Any = None
+        self._servers: dict[str, McpServer] = {}
+        self._num_turns = 0
+        self._is_over = False
+        """Whether the world ended the attempt."""
+        self._has_replied = False
+        self._num_bad_replies = 0
+        """Consecutive ones up to now."""
+        self._counts = dict.fromkeys(("num_tool_calls", "num_format_errors", "num_tool_errors"), 0.0)
+
+    @override
+    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
+        require_whole(self._task.name, example)
+        self._own = self._make_own()
+        # A server starts with its first call.
+        limit_s = self._section.tool_limit_s
+        self._servers = {name: McpServer(name, limit_s) for name in set(self._section.mcp_servers)}
+        return self._task.pose(to_messages(await finished(self._own.reset(example, seed))), example)
+
+    @override
+    async def step(self, action: Action) -> StepResult:
+        if self._own is None or self._is_over or self._num_turns == self.max_turns:
+            raise DataError(f"{self._task.name}: step before reset, or after the attempt's end")
+        self._num_turns += 1
+        self._has_replied |= bool(action.text.strip())
+        spoken = self._read(action)
+        num_wrong = self._counts["num_format_errors"]
+        messages: list[Message] = []
+        for call in spoken.calls:
+            if not self._is_over:
+                text = await self._call(call)
+                messages.append(Message(role="tool", content=text, tool_call_id=call.call_id, name=call.name))
+        messages += [Message(role="user", content=mistake) for mistake in spoken.mistakes]
+        self._counts["num_format_errors"] += len(spoken.mistakes)
+        is_wrong = self._counts["num_format_errors"] > num_wrong
+        self._num_bad_replies = self._num_bad_replies + 1 if is_wrong else 0
+        self._is_over |= self._num_bad_replies >= self._section.max_format_errors
+        if not spoken.calls and not spoken.mistakes:
+            messages += await self._answer(spoken.content)
+        is_done = self._is_over or self._num_turns == self.max_turns
+        return StepResult(messages=() if is_done else tuple(messages), done=is_done)
+
+    @override
+    async def score(self) -> Outcome:
+        if self._own is None:
+            raise DataError(f"{self._task.name}: score before reset")
+        outcome = self._task.to_outcome(await finished(self._own.score()))
+        metrics = dict(outcome.metrics)
+        if self._task.tools and not self.is_conducted:
+            metrics |= self._counts
+            if outcome.format_ok is None:
+                is_formed = self._has_replied and not self._counts["num_format_errors"]
+                outcome = replace(outcome, format_ok=is_formed)
+        if not self._is_over and self._num_turns == self.max_turns:
+            metrics["out_of_turns"] = 1.0
+        return within_bounds(replace(outcome, metrics=metrics), self._task.limits)
+
+    @override
+    async def close(self) -> None:
+        own, servers, self._own, self._servers = self._own, self._servers, None, {}
+        try:
+            if callable(getattr(own, "close", None)):
+                await finished(own.close())
+        finally:
+            for server in servers.values():
+                await server.close()
+
+    def _make_own(self) -> Any:
+        own = self._task.make_own()
+        if isinstance(own, Workspace):
+            # Its section has sandbox settings.
+            section: Any = self._section
+            level, limit_s = IsolationLevel[section.min_isolation.upper()], section.tool_limit_s
+            own.place = Place(backend=section.sandbox, min_level=level, command_limit_s=limit_s)
+        return own
+
+    def _read(self, action: Action) -> Spoken:
+        """Return the parts of a reply; of one that nobody has parsed, calls are fenced blocks."""
+        if not self._task.tools:
+            return Spoken(content=action.text)
+        schemas = list_schemas(tuple(self._task.tools.values())) if action.spoken is None else {}
+        return action.spoken or read_reply(action.text, CallFormat.FENCE, schemas)
+
+    async def _answer(self, text: str) -> Sequence[Message]:
+        """Give a reply without a call to the object's `step`; without one the attempt is over."""
+        if not self._task.facts["has_step"]:
+            self._is_over = True
+            return ()
+        returned = await finished(self._own.step(text))
+        if isinstance(returned, Message | list | tuple):
+            return to_messages(returned)
+        return (Message(role="user", content=self._show(returned, "step")),)
+
+    async def _call(self, call: ToolCall) -> str:
+        """Execute one call; return the text for the model, also of what went wrong.
+
+        Raises: AttemptFailed if it is not done in time or its result has no text form; any other exception of
+            the tool.
+        """
+        self._counts["num_tool_calls"] += 1
+        try:
+            returned = await self._execute(call)
+        except CallRefused as error:
+            self._counts["num_format_errors"] += 1
+            returned = f"error: {error}"
+        except ToolError as error:
+            returned = error
+        except SandboxError as error:
+            if not isinstance(self._own, Workspace):
+                raise
+            returned = self._own.explain_error(error)
+        if isinstance(returned, ToolError):
+            self._counts["num_tool_errors"] += 1
+            returned = f"error: {returned}"
+        return self._show(returned, call.name)
+
+    async def _execute(self, call: ToolCall) -> Any:
+        """Return what a tool of a server or of the object returns."""
+        server, _ = self._task.served_tools.get(call.name, ("", ""))
+        if server:
+            return await self._servers[server].call(call)
+        tool = find_tools(type(self._own)).get(call.name)
+        if tool is None:
+            raise CallRefused(f"there is no tool {call.name!r:.60}; there is {', '.join(self._task.tools)}")
+        arguments = tool.read_arguments(call)
+        limit_s, late = self._section.tool_limit_s, (FailureOwner.TASK, "tool_timeout")
+        if isinstance(self._own, Workspace):
+            # It ends slow commands itself, and a silent sandbox is the machine's failure.
+            limit_s, late = limit_s + self._own.spare_limit_s, (FailureOwner.INFRA, "sandbox_silent")
+        try:
+            async with asyncio.timeout(limit_s) as timeout:
+                returned = getattr(self._own, call.name)(**arguments)
+                return await returned if inspect.isawaitable(returned) else returned
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise AttemptFailed(*late, f"the tool {call.name} was not done after {limit_s:g} s") from error
+
+    def _show(self, returned: Any, name: str) -> str:
+        """Return a result as text within the budget, and note whether it ends the attempt."""
+        self._is_over |= isinstance(returned, Done)
+        text = returned.text if isinstance(returned, Done) else to_text(returned, name)
+        return cut_text(text, self._section.max_observation_chars)
+
+
+async def finished(returned: Any) -> Any:
+    """Return a value, awaited if it must be."""
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def to_messages(returned: Any) -> tuple[Message, ...]:
+    """Convert an author's text or messages to messages. Raises: DataError for anything else."""
+    parts = [returned] if isinstance(returned, str | Message) else [*(returned or ())]
+    if not parts:
+        raise DataError(
+            f"an environment says {returned!r:.80}",
+            allowed="a text, or messages with role and content",
+            next_step="correct its reset or step",
+        )
+    asked = (Message(role="user", content=part) if isinstance(part, str) else part for part in parts)
+    return tuple(part if isinstance(part, Message) else Message.from_json(part) for part in asked)

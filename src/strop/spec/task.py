@@ -263,14 +263,6 @@ class EnvironmentSection(TaskSection):
         " as truncated. none = only turns and replies are limited.",
         json_schema_extra=expert("the length of attempts may differ by orders of magnitude"),
     )
-    max_attempt_s: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=10**6,
-        description="Wall time of an attempt in seconds; then it is scored as it is, and marked as truncated."
-        " none = no limit.",
-        json_schema_extra=expert("one long attempt can hold up a whole batch"),
-    )
     max_observation_chars: int = Field(
         default=4000,
         ge=100,

@@ -7,9 +7,9 @@ in the text. Attempts use the seed of the self-test, so that one example is one 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import json
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -18,17 +18,15 @@ from pydantic import TypeAdapter
 from strop.environments.contract import Action, Environment
 from strop.environments.guests.host import serve
 from strop.environments.single_turn import choose_environment
-from strop.errors import ConfigError, DataError, given_of
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, FinishReason, Message, Split, ToolCall
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task, task_builder
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import tools_of
-from strop.tasks.tool_calls import CallFormat, Spoken, guess_format, read_reply
+from strop.tasks.tool_calls import CallFormat, Spoken, guess_format, list_schemas, read_reply
 from strop.tasks.user.posing import OPENING_SEED
-
-_JSON = TypeAdapter(dict[str, Any])
 
 
 class Player:
@@ -47,37 +45,29 @@ class Player:
 
     async def tasks(self, split: str) -> list[dict[str, Any]]:
         """Return all examples of a split, as data of verifiers' tasks."""
-
-        def pose_all() -> list[dict[str, Any]]:
-            return [
-                {
-                    "id": example.example_id,
-                    "name": self._task.name,
-                    "prompt": [message.to_json() for message in self._task.render(example)],
-                    "split": split,
-                    "example": index,
-                }
-                for index, example in enumerate(self._task.examples(Split(split)))
-            ]
-
         # In a thread: most tasks read their data now.
-        return await asyncio.to_thread(pose_all)
+        examples = await asyncio.to_thread(self._task.examples, Split(split))
+        return [
+            {
+                "id": example.example_id,
+                "name": self._task.name,
+                "prompt": [message.to_json() for message in self._task.render(example)],
+                "split": split,
+                "example": index,
+            }
+            for index, example in enumerate(examples)
+        ]
 
     async def play(self, split: str, example: int, model: str, base_url: str, key: str) -> dict[str, Any]:
         """Play and score an attempt; return its parts and metrics, or the failure."""
         headers = {"authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=None) as client:
-            return await self.play_with(client, split, example, model)
-
-    async def play_with(
-        self, client: httpx.AsyncClient, split: str, example: int, model: str
-    ) -> dict[str, Any]:
-        """Play an attempt by a client of the model's server; see `play`."""
+        client = httpx.AsyncClient(base_url=base_url, headers=headers, timeout=None)
         environment = self._make_environment()
         with catch_failure(FailureOwner.TASK) as caught:
             try:
                 posed = self._task.examples(Split(split))[example]
-                await _converse(environment, posed, client, model)
+                async with client:
+                    await _converse(environment, posed, client, model)
                 outcome = await environment.score()
             finally:
                 await environment.close()
@@ -92,12 +82,10 @@ async def _converse(
     environment: Environment, example: Example, client: httpx.AsyncClient, model: str
 ) -> None:
     """Let the model and the environment take turns, until one of them or a limit of the server's ends it."""
-    started_at, limit_s = time.monotonic(), environment.max_attempt_s
     opening = await environment.reset(example, OPENING_SEED)
-    schemas = [_JSON.validate_json(schema) for schema in tools_of(opening)]
-    tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+    tools = list_schemas(tools_of(opening))
     asked: dict[str, Any] = {"model": model, "messages": [message.to_json() for message in opening]}
-    asked |= {"tools": schemas} if schemas else {}
+    asked |= {"tools": [json.loads(schema) for schema in tools_of(opening)]} if tools else {}
     for _ in range(environment.max_turns):
         answer = await client.post("chat/completions", json=asked)
         if answer.is_client_error:
@@ -105,47 +93,33 @@ async def _converse(
             return
         choice = answer.raise_for_status().json()["choices"][0]
         reply = {name: value for name, value in choice["message"].items() if value is not None}
-        text, calls = reply.get("content") or "", reply.get("tool_calls") or ()
+        text, calls = reply.get("content") or "", [*map(_to_call, reply.get("tool_calls") or ())]
         stops = [place for stop in environment.stop_strings if (place := text.find(stop)) >= 0]
         is_cut = choice["finish_reason"] == "length"
         reason = FinishReason.STOP_STRING if stops else FinishReason.LENGTH if is_cut else FinishReason.EOS
         text = text[: min(stops)] if stops else text
-        spoken, unread = _take_apart(text, calls, tools)
+        spoken = Spoken(content=text.strip(), calls=tuple(calls)) if calls else None
+        form = guess_format(text) if tools and not calls else None
+        if form is not None and form is not CallFormat.FENCE:
+            # Calls that the server left in the text; fences are the environment's own format.
+            spoken = read_reply(text, form, tools)
         result = await environment.step(Action(text=text, finish_reason=reason, spoken=spoken))
-        is_late = limit_s is not None and time.monotonic() - started_at >= limit_s
-        if result.done or reason is FinishReason.LENGTH or is_late:
+        if result.done or reason is FinishReason.LENGTH:
             return
-        messages = [message if calls else _as_user(message) for message in result.messages]
-        # A server wants an answer to each call's id, also to a call that could not be read.
-        for place, call_id in enumerate(unread, len(messages) - len(unread)):
-            messages[place] = replace(messages[place], role="tool", tool_call_id=call_id)
+        # A server wants an answer of a tool to those calls alone that it has read.
+        messages = result.messages if calls else map(_as_user, result.messages)
         asked["messages"] += [reply, *(message.to_json() for message in messages)]
 
 
-def _take_apart(
-    text: str, calls: Sequence[Any], tools: dict[str, Any]
-) -> tuple[Spoken | None, tuple[str, ...]]:
-    """Return the parsed reply, or None if the environment parses it, and the ids of unreadable calls."""
-    if not tools:
-        return None, ()
-    if not calls:
-        # Calls that the server left in the text; fences are the environment's own format.
-        form = guess_format(text)
-        return None if form in (None, CallFormat.FENCE) else read_reply(text, form, tools), ()
-    read, mistakes, unread = [], [], []
-    for call in calls:
-        function = call["function"]
-        try:
-            arguments = function.get("arguments") or "{}"
-            read.append(ToolCall(name=function["name"], arguments=arguments, call_id=call["id"]))
-        except DataError as error:
-            mistakes.append(f"a tool call that cannot be read: {given_of(error)}")
-            unread.append(call["id"])
-    return Spoken(content=text.strip(), calls=tuple(read), mistakes=tuple(mistakes)), tuple(unread)
+def _to_call(call: dict[str, Any]) -> ToolCall:
+    """Read a call; arguments that cannot be read become one that every tool refuses."""
+    name, text = call["function"]["name"], call["function"].get("arguments") or "{}"
+    with suppress(DataError):
+        return ToolCall(name=name, arguments=text, call_id=call["id"])
+    return ToolCall(name=name, arguments=json.dumps({"unreadable": text}), call_id=call["id"])
 
 
 def _as_user(message: Message) -> Message:
-    """Convert a tool's reply to a user message, if the server did not parse the call."""
     if message.role != "tool":
         return message
     return Message(role="user", content=f"{message.name} returned:\n{message.text}")

@@ -1,4 +1,4 @@
-"""Environments of verifiers v1, served by `host.py`. Tried with verifiers 0.4.0.
+"""Environments of verifiers, served by `host.py`. Tried with verifiers 0.4.0, and with 0.3.1 for older ones.
 
 Every agent of an environment calls the model of strop's rollout. Its program is a message loop in this
 process, unless the settings name a harness of the package. Programs run on this machine (verifiers' runtime
@@ -8,16 +8,21 @@ process, unless the settings name a harness of the package. Programs run on this
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import verifiers.v1 as vf
+from aiohttp import web
 from openai import AsyncOpenAI
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils import loaders
 
 _KEPT_ERROR_CHARS = 500
+_numbers = itertools.count()
 __all__ = ["ChatHarness"]
 """What verifiers finds here, where this module is a harness's id."""
 
@@ -46,33 +51,88 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
 
 
 class Guest:
-    """One environment, its tasks and its episodes."""
+    """One environment of v1, its tasks and its episodes."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
 
-    def tasks(self, number: int) -> list[dict[str, Any]]:
+    async def tasks(self, number: int) -> list[dict[str, Any]]:
         """Return the data of the first `number` tasks, or of all if there are fewer."""
         return [task.data.model_dump(mode="json") for task in itertools.islice(self._env.taskset, number)]
 
-    async def run(self, data: dict[str, Any], base_url: str, key_variable: str) -> dict[str, Any]:
+    async def run(self, data: dict[str, Any], base_url: str, key: str) -> dict[str, Any]:
         """Play an episode; return its rewards and errors."""
-        client = vf.EvalClientConfig(base_url=base_url, api_key_var=key_variable)
+        # Packages take the name of a variable.
+        variable = f"STROP_KEY_{next(_numbers)}"
+        os.environ[variable] = key
+        try:
+            return await self._run(data, base_url, variable)
+        finally:
+            del os.environ[variable]
+
+    async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
+        """Play an episode with fixed replies, repeating the last one."""
+        async with _serve_replies(replies) as base_url:
+            return await self.run(data, base_url, "none")
+
+    async def _run(self, data: dict[str, Any], base_url: str, variable: str) -> dict[str, Any]:
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
         context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
         task_type = type(self._env.taskset).task_type()
         task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
         (slot,) = self._env.slots(task)
         episode = await self._env.run_slot(slot, context)
-        return {
-            "traces": [_describe(trace) for trace in episode.traces],
-            "errors": [_describe_error(error) for error in episode.errors],
+        traces = [
+            {
+                "rewards": {name: None if one is None else one.value for name, one in trace.rewards.items()},
+                "metrics": trace.metrics,
+                "errors": [_describe(error) for error in trace.errors],
+                "is_truncated": bool(trace.is_truncated),
+            }
+            for trace in episode.traces
+        ]
+        return {"traces": traces, "errors": [_describe(error) for error in episode.errors]}
+
+
+class OlderGuest(Guest):
+    """One environment of the form before v1."""
+
+    def __init__(self, env: Any, limit_s: float) -> None:
+        super().__init__(env)
+        self._limit_s = limit_s
+
+    async def tasks(self, number: int) -> list[dict[str, Any]]:
+        """Return the first `number` training rows, or all if there are fewer."""
+        dataset = self._env.get_dataset()
+        rows = dataset.select(range(min(number, len(dataset)))).to_list()
+        plain: list[dict[str, Any]] = json.loads(json.dumps(rows))
+        return plain
+
+    async def _run(self, data: dict[str, Any], base_url: str, variable: str) -> dict[str, Any]:
+        from verifiers.legacy.types import ClientConfig
+
+        client = ClientConfig(
+            api_key_var=variable, api_base_url=base_url, timeout=self._limit_s, max_retries=0
+        )
+        output = await self._env.run_rollout(data, client, "policy", {})
+        error = output.get("error")
+        trace: dict[str, Any] = {
+            "rewards": {} if error is not None else {"reward": output.get("reward")},
+            "metrics": output.get("metrics") or {},
+            "errors": [],
+            "is_truncated": bool(output.get("is_truncated")),
         }
+        return {"traces": [trace], "errors": [] if error is None else [_describe_older(error)]}
 
 
-async def start(taskset: str, folder: str | None, config: dict[str, Any], limit_s: float) -> Guest:
+async def start(taskset: str, form: str, folder: str | None, config: dict[str, Any], limit_s: float) -> Guest:
     """Load an environment, and start the services that all its episodes share."""
     if folder is not None:
         sys.path.insert(0, folder)
+    if form == "v0":
+        from verifiers.legacy.utils.env_utils import load_environment
+
+        return OlderGuest(load_environment(taskset, **config), limit_s)
     raw = {**config, "taskset": {**config.get("taskset", {}), "id": taskset}}
     kind = loaders.env_config_type(taskset, raw.get("id", ""))
     for name, field in kind.model_fields.items():
@@ -87,14 +147,38 @@ async def start(taskset: str, folder: str | None, config: dict[str, Any], limit_
     return Guest(env)
 
 
-def _describe(trace: Any) -> dict[str, Any]:
-    return {
-        "rewards": {name: None if reward is None else reward.value for name, reward in trace.rewards.items()},
-        "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
-        "errors": [_describe_error(error) for error in trace.errors],
-        "is_truncated": bool(trace.is_truncated),
-    }
-
-
-def _describe_error(error: Any) -> dict[str, Any]:
+def _describe(error: Any) -> dict[str, Any]:
     return {"type": error.type, "message": error.message[:_KEPT_ERROR_CHARS], "status": error.status_code}
+
+
+def _describe_older(error: Any) -> dict[str, Any]:
+    fields = error if isinstance(error, dict) else {"error": str(error)}
+    text = json.dumps(fields, default=str)
+    # strop's server answers calls beyond the budget with these codes.
+    status = next((code for code in (400, 410) if f"Error code: {code}" in text), None)
+    return {"type": str(fields.get("error", "error")), "message": text[-_KEPT_ERROR_CHARS:], "status": status}
+
+
+@asynccontextmanager
+async def _serve_replies(replies: list[str]) -> AsyncIterator[str]:
+    """Serve a model that answers with `replies`, repeating the last one; yield its base URL."""
+    left, last = iter(replies), ""
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal last
+        last = next(left, last)
+        message = {"role": "assistant", "content": last}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        head = {"id": "given", "object": "chat.completion", "created": 0, "model": "policy"}
+        return web.json_response({**head, "choices": [choice], "usage": usage})
+
+    app = web.Application(client_max_size=1 << 28)
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()

@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
-import os
 import select
-import shutil
 import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from typing import Any
 
 _LINE_BYTES = 1 << 28
@@ -30,22 +28,24 @@ class Process:
 
         Raises: RuntimeError with its error; OSError if the process ends, or has not begun in time.
         """
-        self._folder = tempfile.mkdtemp(prefix="strop-guest-")
-        self._path = os.path.join(self._folder, "socket")
+        self._folder = tempfile.TemporaryDirectory(prefix="strop-guest-")
+        self._path = f"{self._folder.name}/socket"
         pipe = subprocess.PIPE
         # In another session, out of reach of the terminal's signals: this process ends it.
         self.process = subprocess.Popen(
             [*argv, self._path], stdin=pipe, stdout=pipe, start_new_session=True, **options
         )
+        atexit.register(self.end)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self._input, self._output = self.process.stdin, self.process.stdout
-        atexit.register(self.end)
-        self._input.write(json.dumps(settings).encode() + b"\n")
-        self._input.flush()
-        if not select.select([self._output], [], [], limit_s)[0]:
-            raise TimeoutError(f"it has not begun after {limit_s:g} s")
-        _read(self._output.readline())
+        with ExitStack() as failed:
+            failed.callback(self.end)
+            self.process.stdin.write(json.dumps(settings).encode() + b"\n")
+            self.process.stdin.flush()
+            if not select.select([self.process.stdout], [], [], limit_s)[0]:
+                raise TimeoutError(f"it has not begun after {limit_s:g} s")
+            _read(self.process.stdout.readline())
+            failed.pop_all()
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call a method and wait. Raises: RuntimeError with its error; OSError if the process has ended."""
@@ -67,15 +67,13 @@ class Process:
     def end(self) -> None:
         """End the process."""
         atexit.unregister(self.end)
-        with suppress(OSError):
-            self._input.close()
         try:
-            self.process.wait(_END_S)
+            # It ends with its input.
+            self.process.communicate(timeout=_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
-        self._output.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            self.process.communicate()
+        self._folder.cleanup()
 
 
 def _line(do: str, arguments: Mapping[str, Any]) -> bytes:
@@ -87,5 +85,5 @@ def _read(line: bytes) -> Any:
         raise ConnectionResetError("its process has ended")
     answer = json.loads(line)
     if "error" in answer:
-        raise RuntimeError(f"{answer['kind']}: {answer['error']}")
+        raise RuntimeError(answer["error"])
     return answer["found"]

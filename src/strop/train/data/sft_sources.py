@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from strop.environments import encode_next_messages, reads_as
+from strop.environments.extending import encode_next_messages, reads_as
 from strop.errors import ConfigError, DataError
 from strop.record import RunDir
 from strop.record.files import list_shards
