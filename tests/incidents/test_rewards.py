@@ -27,7 +27,7 @@ from strop.rollout import (
 )
 from strop.tasks import Task, build_task
 from strop.tasks.answers import last_number, parse_number
-from strop.tasks.code.python_judge import JudgeJob, judge_python
+from strop.tasks.code.judge import JudgeJob, judge_python
 from strop.tasks.generated import reverse_text
 from strop.tasks.generated.reverse_text import ReverseTextSpec, share_of_beginning
 from strop.tasks.instructions import rules

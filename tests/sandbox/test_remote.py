@@ -23,7 +23,7 @@ from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_bac
 from strop.sandbox.remote import RemoteBackend
 from strop.sandbox.wire import MAX_BODY_BYTES
 from strop.tasks.code.code_task import MbppSpec
-from strop.tasks.code.python_judge import JudgeJob, judge_python
+from strop.tasks.code.judge import JudgeJob, judge_python
 from tests.fixtures.judging import judge_once
 from tests.fixtures.runtime_processes import Processes, kill, service_of
 from tests.fixtures.sandboxes import appearance_of, sandbox_of, spec_of, wait_until_gone

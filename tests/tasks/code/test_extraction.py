@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.tasks.code.candidate import load_program
 from strop.tasks.code.extraction import (
     MAX_CODE_CHARS,
     bound_names,
@@ -21,7 +22,6 @@ from strop.tasks.code.extraction import (
     join_code,
     parse,
 )
-from strop.tasks.code.python_judge.candidate import load_program
 from tests.tasks.code.test_humaneval import SQUARES
 
 F = "```"

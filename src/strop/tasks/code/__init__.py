@@ -1,5 +1,7 @@
 """Problems answered by a program, which is run against tests.
 
-`extraction` finds the program in a reply and converts test results to an outcome; `python_judge` runs the
-tests in a sandbox; `code_task` describes the data sets. Not here: isolation (`sandbox`).
+`extraction` finds the program in a reply, and `judge` runs the tests in a fresh sandbox: in a runner, which
+exchanges only plain values with the separate process of the candidate. Exiting, printing, patching built-ins
+and objects that equal everything earn nothing, because no code of the program runs in the runner.
+`code_task` describes the data sets, `row_tests` the tests that rows bring. Not here: isolation (`sandbox`).
 """

@@ -26,7 +26,7 @@ from strop.tasks.code.extraction import (
     parse,
     used_names,
 )
-from strop.tasks.code.python_judge import JudgeJob
+from strop.tasks.code.judge import JudgeJob
 from strop.tasks.code.row_tests import read_table
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import (
@@ -51,35 +51,29 @@ _JOB_FIELDS = {"names", "setup", "tests", "input_output", "num_tests"}
 _VERIFIER = "python-programs-2"
 
 
+def _source(hub_id: str) -> Any:
+    return Field(default=hub_id, min_length=1, description=SOURCE_HELP.format(hub_id))
+
+
 class MbppSpec(CodeTaskSection, TrainingRows):
     """Short Python functions, in the columns of MBPP."""
 
     name: Literal["mbpp"]
-    source: Unhashed[str] = Field(
-        default="google-research-datasets/mbpp",
-        min_length=1,
-        description=SOURCE_HELP.format("google-research-datasets/mbpp"),
-    )
+    source: Unhashed[str] = _source("google-research-datasets/mbpp")
 
 
 class HumanEvalSpec(CodeTaskSection, EvaluationRows):
     """Python functions to complete, in the columns of HumanEval; for evaluation only."""
 
     name: Literal["humaneval"]
-    source: Unhashed[str] = Field(
-        default="openai/openai_humaneval",
-        min_length=1,
-        description=SOURCE_HELP.format("openai/openai_humaneval"),
-    )
+    source: Unhashed[str] = _source("openai/openai_humaneval")
 
 
 class AppsSpec(CodeTaskSection, TrainingRows):
     """Programming contests, in the columns of APPS."""
 
     name: Literal["apps"]
-    source: Unhashed[str] = Field(
-        default="codeparrot/apps", min_length=1, description=SOURCE_HELP.format("codeparrot/apps")
-    )
+    source: Unhashed[str] = _source("codeparrot/apps")
     difficulty: Literal["introductory", "interview", "competition"] | None = Field(
         default=None,
         description="Only problems that the data calls so. none = all.",

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from strop.rollout import Outcome
 from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.code.python_judge import JudgeJob, judge_python
+from strop.tasks.code.judge import JudgeJob, judge_python
 
 MAX_CODE_CHARS = 100_000
 """Longer texts count as without code: no reply within a task's budget is as long, and parsing is slow."""
@@ -53,7 +53,7 @@ _SESSION_LINE = re.compile(r"^[ \t]*(?:>>>|\.\.\.:?|In \[\d+\]:)(?: (.*)|)$", re
 _SHELL_LINE = re.compile(r"^[!%].*\n?", re.MULTILINE)
 _DIFF_HEAD = re.compile(r"^(?:---|\+\+\+|@@|diff |index |new file).*\n?", re.MULTILINE)
 _INNER_LINE = re.compile(r"[ \t)\]}#]|(?:else|elif|except|finally)\b|\"\"\"|'''|\Z")
-_UNFINISHED = ("was never closed", "unterminated triple-quoted")
+_UNFINISHED = ("was never closed", "unterminated triple-quoted", "unexpected EOF")
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _READS, _PRINTS = re.compile(r"\b(?:input|stdin|fileinput)\b|open\(0"), re.compile(r"\b(?:print|stdout)\b")
 
@@ -126,23 +126,15 @@ def _split(text: str) -> tuple[list[str], str]:
     outside: list[str] = []
     position = 0
     while opening := _OPENING.search(text, position):
-        before, info = text[position : opening.start()], (opening["info"] or "").strip()
+        info = (opening["info"] or "").strip()
+        outside.append(text[position : opening.start()])
         position = opening.end()
-        if not (info or opening["late"] or blocks) and _is_code(_clean(before)):
-            # The prompt opened the fence that this one closes.
-            blocks.append(_clean(before))
-            continue
-        outside.append(before)
         tag = "py" if opening["late"] else (_TAG_WORD.match(info) or "")[1].lower()
-        if ("`" in info and not info.endswith("```")) or tag in ("markdown", "md"):
+        if "`" in info or tag in ("markdown", "md"):
             # Inline code, or a page around the fences that count.
             outside.append(opening[0])
             continue
         first = info if _CODE_IN_INFO.match(info) else ""
-        if info.endswith("```"):
-            code = (first or info.partition(" ")[2]).rstrip("`")
-            blocks.append(_repair(code) or code)
-            continue
         is_diff = tag in ("diff", "patch")
         is_ours = bool(first) or tag in _OTHER_TAGS or tag.startswith("py") or tag.endswith(".py") or is_diff
         is_sought = is_ours and not is_diff and len(blocks) < _MAX_BLOCKS

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from strop.tasks.code.extraction import import_lines, parse, scope_of
-from strop.tasks.code.python_judge import JudgeJob
+from strop.tasks.code.judge import JudgeJob
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
 _OUTSIDE = frozenset(

@@ -19,7 +19,7 @@ import pytest
 from strop.errors import SandboxLost
 from strop.rollout import FailureOwner
 from strop.sandbox.daemon import SCRATCH_BASES
-from strop.tasks.code.python_judge import JudgeJob, JudgeVerdict, judge_python
+from strop.tasks.code.judge import JudgeJob, JudgeVerdict, judge_python
 from strop.tasks.failures import to_failure
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]

@@ -10,9 +10,8 @@ import pytest
 
 from strop.errors import DataError, SandboxError
 from strop.sandbox import ExecKind, ExecResult
-from strop.tasks.code.python_judge import JudgeJob, JudgeVerdict, judge_python
-from strop.tasks.code.python_judge.judge import read_verdict
-from strop.tasks.code.python_judge.runner import is_same_output, is_same_value
+from strop.tasks.code.judge import JudgeJob, JudgeVerdict, judge_python, read_verdict
+from strop.tasks.code.runner import is_same_output, is_same_value
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.sandboxes import needs_podman
 
@@ -207,7 +206,7 @@ ATTACKS = {
     "builtins.compile = builtins.exec\nunittest.TestCase.assertEqual = lambda *a: None\ndef f(x): return 3",
     "patched modules": "import json, socket, struct, sys\njson.dumps = json.loads = lambda *a, **k: None\n"
     "sys.modules.clear()\ndef f(x): return 3",
-    "patched judge": "import sys\nfor m in list(sys.modules.values()):\n  if 'judge' in m.__name__:\n"
+    "patched judge": "import sys\nfor m in list(sys.modules.values()):\n  if 'strop' in m.__name__:\n"
     "    for n in list(vars(m)):\n      if callable(vars(m)[n]): setattr(m, n, lambda *a, **k: True)\n"
     "def f(x): return 3",
     "changes names of its judge": SEIZE,

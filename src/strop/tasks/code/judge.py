@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from strop.errors import DataError, SandboxError, SandboxLost, SandboxRefused
 from strop.hardware import describe_machine
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
-from strop.tasks.code.python_judge.candidate import PACKAGES_DIR
+from strop.tasks.code.candidate import PACKAGES_DIR
 
 _START_LIMIT_S = 5.0
 """Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""

@@ -1,6 +1,6 @@
 """The judge inside the sandbox: reads one job on standard input, writes one verdict on standard output.
 
-It is the parent of the candidate's processes, runs the tests itself, and hides its memory, its descriptors
+It is the parent of the candidate's process, runs the tests itself, and hides its memory, its descriptors
 and the tests from the candidate. If this process is killed, the verdict is missing, which is never a pass.
 
 A value that the candidate returns is rebuilt from plain types; an object without a plain form becomes a
@@ -31,7 +31,7 @@ from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
-from strop.tasks.code.python_judge.candidate import LOAD, RUN, Caught, decode, encode, receive, send, serve
+from strop.tasks.code.candidate import LOAD, RUN, Caught, decode, encode, receive, send, serve
 
 PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
 _PR_SET_DUMPABLE = 4
