@@ -17,9 +17,9 @@ from strop.tasks.mixture import Mixture
 from strop.train.batch import ExampleSchedule
 from tests.fixtures.judging import verdict
 
-# 4 * 4 - 4 = 12 small sums and 3 * 3 - 1 = 8 large ones to train on.
+# 4 * 4 - 4 = 12 small sums and 4 * 4 - 8 = 8 large ones to train on.
 SMALL: dict[str, Any] = {"name": "arithmetic", "min_value": 1, "max_value": 4, "num_held_out": 4}
-LARGE: dict[str, Any] = {"name": "arithmetic", "min_value": 100, "max_value": 102, "num_held_out": 1}
+LARGE: dict[str, Any] = {"name": "arithmetic", "min_value": 100, "max_value": 103, "num_held_out": 8}
 WORDS: dict[str, Any] = {"name": "reverse-text", "num_train": 6, "num_held_out": 2}
 
 
