@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field
+from typing_extensions import override
 
 from strop.errors import DataError
 from strop.rollout import Example, Split
@@ -44,20 +45,17 @@ class Curriculum(TaskWrapper):
         self.is_ordered = True
         self._spec = spec
 
+    @override
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the ordered training examples, or the task's held-out ones.
-
-        Raises: DataError if an id of the file is no training example, or none is within the bounds.
-        """
         return self._choice[0] if split is Split.TRAIN else self._task.examples(split)
 
     @property
+    @override
     def counts(self) -> Mapping[str, int]:
-        """The task's counts, and how many lines of the file are left out; reads the data and the file."""
         return {**self._task.counts, **self._choice[1]}
 
+    @override
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
-        """Return the positions of an epoch: every epoch goes through the file from its first line."""
         return range(len(self._choice[0]))
 
     @cached_property

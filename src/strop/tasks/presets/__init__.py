@@ -97,9 +97,10 @@ class PresetTask(JudgedRows):
         return {**example.fields, **made, "about": f" about {topic}" if topic else ""}
 
     def _question(self, example: Example) -> str:
-        # Many questions of MMLU differ in their choices alone.
         question = str(example.fields.get(next(iter(self._form.fields)), ""))
-        return "\n".join([question, *example.fields.get("choices", ())])
+        # Many questions of MMLU differ in their choices alone.
+        choices = example.fields.get("choices")
+        return question if choices is None else "\n".join([question, *choices])
 
     def _read(self, row: Row) -> tuple[dict[str, Any], Any] | str:
         form, place = self._form, row.place

@@ -176,6 +176,8 @@ class JudgedRows(RowTask):
         is_plain = list(self._weights.values()) == [spec.max_reward] == [1.0]
         self._only = rewards[0] if is_plain and rewards[0] in self._graders else None
         """The grader that decides alone."""
+        self._first = next(iter(self._graders), None)
+        """The grader that has read the answer."""
         self._is_symbolic = level == "symbolic" and "math" in self._weights
         limit_s = sandbox_s + spec.judge_limit_s * bool(self._functions)
         limit_s += _SYMBOLIC_LIMIT_S * self._is_symbolic
@@ -377,8 +379,7 @@ class JudgedRows(RowTask):
     async def _judge(self, name: str, example: Example, text: str) -> Outcome:
         """Judge by a built-in reward that finds an answer. Raises: as `verify`."""
         grader = self._graders[name]
-        if name != next(iter(self._readers)):
-            # Not as another reward has read it.
+        if name != self._first:
             example = replace(example, answer=grader.require_gold(self._answer_of(example)))
         return grader.judge(example, text, self._question(example))
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from typing_extensions import override
+
 from strop.errors import DataError
 from strop.rollout import Example, Message, Split
 from strop.spec.task import TaskSpec
@@ -179,23 +181,16 @@ class RowTask(Task):
         return hash_version(self.name, wording, self._verifier, self.limits, self._spec, data)
 
     @property
+    @override
     def counts(self) -> Mapping[str, int]:
-        """How many rows are left out, by reason; reads the data."""
         return {f"rows left out, {reason}": count for reason, count in self._splits.left_out.items()}
 
+    @override
     def row_keys(self) -> Mapping[str, str | None]:
-        """Map the number of each training row, from 0, to its example id, unless the row is left out.
-
-        A row with the question of an earlier one has that one's example. Raises: DataError like `examples`.
-        """
         return self._splits.row_keys
 
+    @override
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split, in the order of the data.
-
-        Raises: DataError like `read_examples`, or if the split is for training and the task for evaluation
-            only.
-        """
         if split is Split.TRAIN and not self._reading.layout.train:
             raise DataError(
                 f"training examples of task {self.name}",
@@ -204,8 +199,8 @@ class RowTask(Task):
             )
         return self._splits.of(split)
 
+    @override
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Pose the problem and describe the form of the answer."""
         fields = self.prompt_fields(example)
         return pose(
             self._prompt.format(**fields),

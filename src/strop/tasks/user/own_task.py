@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from pydantic import TypeAdapter
+from typing_extensions import override
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
@@ -81,37 +82,30 @@ class OwnTask(Task):
         verifier = f"{_VERIFIER} {self._digest}"
         return hash_version(self.name, prompts, verifier, self.limits, spec, self._splits.digest)
 
+    @override
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples that the class makes for a split.
-
-        Raises: ConfigError naming file and line if it cannot; DataError if the splits share an example.
-        """
         return self._splits.of(split)
 
+    @override
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Return the messages that the class wrote for an example."""
         messages = [Message.from_json(value) for value in self._rows[example.example_id]["messages"]]
         return pose_messages(messages, self._spec.thinking)
 
+    @override
     def problem_of(self, example: Example) -> str | None:
-        """Return the class's name for the problem; None if it has no such method."""
         problem: str | None = self._rows.get(example.example_id, {}).get("problem")
         return None if problem is None else f"{self.name} {problem}"
 
+    @override
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the gold replies of the class; none if it has no such method."""
         return tuple(self._rows[example.example_id]["gold"])
 
+    @override
     def warm_up(self) -> None:
-        """Load the class into this process. Raises: ConfigError like `user_code.load_code`."""
         self._own  # noqa: B018
 
+    @override
     async def verify(self, example: Example, text: str) -> Outcome:
-        """Judge as the class does.
-
-        Raises: DataError if the example is not of this task; any exception of the class; TypeError or
-            ValueError if its return value is not allowed.
-        """
         require_whole(self.name, example)
         return self.to_outcome(await call_foreign(self._own.verify, example, text))
 
