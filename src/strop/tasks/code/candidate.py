@@ -67,7 +67,8 @@ def serve(connection: Any) -> NoReturn:
 def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[str, Any]:
     """Run the candidate's module; return its objects of the tested names; `has_methods`: Solution's too.
 
-    Examples of their use are not run, and a statement that raises is as if it were not there.
+    Examples of their use, and what reads input, are not run, also in a function that is called. A statement
+    that raises is as if it were not there.
     """
     module = sys.modules["candidate"] = types.ModuleType("candidate")
     namespace = module.__dict__
@@ -75,8 +76,11 @@ def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[s
     future = [one for one in body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
     for statement in body:
         code = compile(ast.Module([*future, statement], []), "<candidate>", "exec")
-        if not (isinstance(statement, _UsingStatement) and set(code.co_names) & set(names)):
-            with Caught():
+        with Caught():
+            used = set(code.co_names)
+            for name in code.co_names:
+                used |= set(getattr(namespace.get(name), "__code__", code).co_names)
+            if not (isinstance(statement, _UsingStatement) and used & {*names, "input"}):
                 exec(code, namespace)
     objects = {name: namespace[name] for name in names if name in namespace}
     solution = namespace.get("Solution")

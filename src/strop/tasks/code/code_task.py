@@ -29,13 +29,7 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.judge import JudgeJob
 from strop.tasks.code.row_tests import read_table
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import (
-    RowReading,
-    RowTask,
-    optional_text,
-    require_texts,
-    wrong_type,
-)
+from strop.tasks.rows.row_task import RowReading, RowTask, optional_text, require_texts, wrong_type
 from strop.tasks.task import TaskLimits
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0

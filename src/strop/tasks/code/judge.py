@@ -48,7 +48,7 @@ class JudgeJob:
     """Names that the tests use, the entry point first; none for whole programs."""
     setup: str = ""
     """Code of the data set that tests use, and that may use the program's names. It is run beside the tests,
-    where the program cannot change it, before each process's first test."""
+    where the program cannot change it, before the first test."""
     tests: Sequence[str] = ()
     """The statements; empty if there is a table."""
     input_output: str = ""
