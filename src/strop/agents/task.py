@@ -31,12 +31,12 @@ from typing_extensions import override
 
 from strop.agents import calling
 from strop.agents.face import Face, lease_face
-from strop.environments.contract import Action, Environment, StepResult
+from strop.environments.contract import Environment
 from strop.environments.recording import Recorder
 from strop.environments.single_turn import Answered
 from strop.environments.workspace import Guest, Workspace
 from strop.environments.worlds import PlayedWorld, WorldTask
-from strop.errors import ConfigError, DataError
+from strop.errors import ConfigError
 from strop.rollout import Example, FailureOwner, Message
 from strop.sandbox.contract import ExecKind
 from strop.spec.task import EnvironmentSection, TaskSection
@@ -126,10 +126,6 @@ class Conducted(Environment):
 
     is_conducted = True
     max_turns = _MANY
-
-    async def step(self, action: Action) -> StepResult:
-        """Refuse a reply. Raises: DataError."""
-        raise DataError("step of an attempt that a program conducts")
 
 
 class AgentEnvironment(Answered, Conducted):
