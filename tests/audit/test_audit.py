@@ -15,8 +15,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task
-from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.generated import ArithmeticSpec, ReverseTextSpec
 from strop.tasks.task import Task, TaskLimits
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from strop.audit import AuditReport, AuditSettings, ProbeStatus, Verdict, run_audit
 from strop.tasks import build_task
-from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
+from strop.tasks.generated import ReasoningGymSpec
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
 pytestmark = [

@@ -11,7 +11,7 @@ from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec.parts import MixtureSpec
 from strop.tasks import build_task
-from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.generated import Arithmetic, ArithmeticSpec
 from strop.tasks.mixture import Mixture
 from tests.fixtures.judging import run_self_test
 

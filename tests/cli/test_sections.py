@@ -11,7 +11,7 @@ from strop.evaluate import read_result
 from strop.record import RunDir
 from strop.rollout import Split
 from strop.tasks import build_task
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated import ArithmeticSpec
 from tests.fixtures.commands import Run
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
 from tests.fixtures.judged import ROWS

@@ -12,7 +12,7 @@ from strop.environments.guess_number import GuessNumberSpec
 from strop.errors import DataError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tasks import Task, build_task
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated import ArithmeticSpec
 from tests.environments.test_worlds import build, call
 
 TASKS: dict[str, Callable[[], Task]] = {

@@ -40,7 +40,7 @@ from strop.rollout import (
 )
 from strop.tasks import build_task
 from strop.tasks.failures import describe_failure
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated import ArithmeticSpec
 from strop.tokenizer import Tokenizer
 from strop.train.measure import measure_rollouts
 from tests.fixtures.builders import plan_for

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from strop.engine import GenerationRequest
 from strop.rollout import Example, Outcome
-from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.generated import Arithmetic, ArithmeticSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -25,7 +25,7 @@ from strop.evaluate import (
 )
 from strop.rollout import Example, Outcome, Sampling, Split
 from strop.tasks import Task
-from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     NUM_HELD_OUT,

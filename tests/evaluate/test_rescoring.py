@@ -14,7 +14,7 @@ from strop.errors import CheckRefused
 from strop.evaluate import EvalPlan, EvalResult, EvalSettings, plan_evaluation, rescore
 from strop.rollout import Example, Outcome, Rollout, Split
 from strop.tasks import Task
-from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,

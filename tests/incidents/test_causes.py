@@ -19,7 +19,7 @@ from strop.engine.native import NativeEngine
 from strop.environments import AttemptFailed, SingleTurn
 from strop.record import EventKind, RunDir
 from strop.rollout import FailureOwner
-from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.generated import Arithmetic
 from strop.train.loop import TrainLoop
 from tests.fixtures.commands import Run, finished_run, folder, run, trained_runs
 from tests.fixtures.places import line_of

@@ -25,13 +25,12 @@ from strop.rollout import (
     Split,
     make_example,
 )
-from strop.tasks import Task, build_task
+from strop.tasks import Task, build_task, generated
 from strop.tasks.answers import last_number, parse_number
 from strop.tasks.code.judge import JudgeJob, judge_python
-from strop.tasks.generated import reverse_text
-from strop.tasks.generated.reverse_text import ReverseTextSpec, share_of_beginning
+from strop.tasks.generated import ReverseTextSpec, share_of_beginning
 from strop.tasks.instructions import rules
-from strop.tasks.instructions.segments import detect_language
+from strop.tasks.instructions.rules import detect_language
 from strop.tasks.instructions.tasks import IfMultiSpec
 from strop.tasks.judging import Judge
 from strop.tasks.presets import PresetSpec, PresetTask
@@ -311,7 +310,7 @@ def test_rew_4_a_reward_that_pays_for_one_word_is_red(
     grade: Any, monkeypatch: pytest.MonkeyPatch, *, is_red: bool
 ) -> None:
     """Incident: letters in any order were paid, and a run learned to answer every text with "text"."""
-    monkeypatch.setattr(reverse_text, "share_of_beginning", grade)
+    monkeypatch.setattr(generated, "share_of_beginning", grade)
     report = audit(build_task(ReverseTextSpec(name="reverse-text", max_words=3)))
     assert ("constant" in failed(report)) is is_red
     assert report.verdict is (Verdict.RED if is_red else Verdict.GREEN)

@@ -35,7 +35,7 @@ from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.store import ModelHandle, get_model
 from strop.tasks import build_task
-from strop.tasks.generated.reverse_text import ReverseText
+from strop.tasks.generated import ReverseText
 from strop.tasks.judging import Judge
 from strop.train import EvalSummary
 from strop.train.batch import schedule_examples

@@ -18,8 +18,7 @@ from strop.spec.parts import MixtureSpec
 from strop.spec.schema import settings
 from strop.spec.sources import parse_override
 from strop.spec.tree import MAX_FILE_BYTES, locate_keys
-from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
+from strop.tasks.generated import ArithmeticSpec, ReasoningGymSpec
 from strop.tasks.presets import PresetSpec
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'

@@ -14,7 +14,7 @@ from strop.spec import OptimizerSpec, RunSpec, Section, TrainSpec
 from strop.spec.base import SpecConflict
 from strop.spec.schema import settings
 from strop.spec.task import TaskSection, UserCodeSection
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated import ArithmeticSpec
 from tests.fixtures.tiny_run import tiny_spec
 
 

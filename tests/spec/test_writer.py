@@ -26,9 +26,7 @@ from strop.spec import (
     write_spec,
 )
 from strop.spec.schema import near_keys, section_names
-from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
-from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.generated import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
 from strop.tasks.presets import PresetSpec
 
 SMALL = 'name = "x"\n[task]\nname = "arithmetic"\n'

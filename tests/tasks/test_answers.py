@@ -21,8 +21,7 @@ from strop.tasks.answers import (
     last_number,
     last_number_match,
 )
-from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.generated import ArithmeticSpec, ReverseTextSpec
 from strop.tasks.prompt import PosedMessage
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import verdict

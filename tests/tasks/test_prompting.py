@@ -14,7 +14,7 @@ from strop.rollout import Example, Message, Split
 from strop.spec import load_spec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, render_prompt
-from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.generated import Arithmetic, ArithmeticSpec
 from strop.tasks.presets import PresetSpec
 from strop.tasks.prompt import PosedMessage, Prompted
 from strop.tokenizer import Tokenizer

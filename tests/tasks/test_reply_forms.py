@@ -12,7 +12,7 @@ import pytest
 
 from strop.rollout import Example
 from strop.tasks import build_task
-from strop.tasks.generated.reasoning_gym import answer_of
+from strop.tasks.generated import answer_of
 from strop.tasks.graders import GRADERS, find_letter
 from strop.tasks.presets import MathSpec, PresetSpec
 from tests.fixtures.judging import verdict

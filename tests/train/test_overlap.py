@@ -14,7 +14,7 @@ import pytest
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.parts import MixtureSpec
 from strop.tasks import Task, build_task
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated import ArithmeticSpec
 from strop.tasks.task import TaskLimits
 from strop.tasks.user.rows import RowsSpec
 from strop.tokenizer import Tokenizer

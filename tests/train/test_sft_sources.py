@@ -18,7 +18,7 @@ from strop.spec import load_spec
 from strop.spec.offline import SftSpec
 from strop.store.data_files import collect_data_files
 from strop.tasks import build_task
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated import ArithmeticSpec
 from strop.tasks.prompt import render_prompt
 from strop.train.data.offline import (
     Demonstration,

@@ -18,7 +18,7 @@ from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, Outcome, Rollout, Split
 from strop.spec.task import EnvironmentSection
 from strop.tasks import TaskLimits, build_task
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.generated import ArithmeticSpec
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from tests.fixtures.builders import plan_for

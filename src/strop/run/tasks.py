@@ -39,7 +39,7 @@ from strop.spec.task import TaskSection, TaskSpec
 from strop.store import follow_store
 from strop.tasks import Task, build_task
 from strop.tasks.failures import catch_failure
-from strop.tasks.generated.reasoning_gym import list_datasets
+from strop.tasks.generated import list_datasets
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import tools_of
 from strop.tasks.task import describe_counts

@@ -14,7 +14,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.instructions import segments
+from strop.tasks.instructions.rules import load_detector
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec, is_echo
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
@@ -93,7 +93,7 @@ def test_without_langdetect_the_task_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
-    segments.load_detector.cache_clear()
+    load_detector.cache_clear()
     with pytest.raises(ValueError, match=r"strop\[tasks\]"):
         task_of("if-multi", tmp_path, ALL_ROWS["if-multi"]).examples(Split.TRAIN)
 

@@ -12,8 +12,7 @@ import pytest
 from strop.hardware.busy_clock import BusyClock
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.tasks import Task, build_task, build_warm_task
-from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
-from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
+from strop.tasks.generated import Arithmetic, ArithmeticSpec, ReasoningGymSpec
 from strop.tasks.judging import Judge, TimedJudge
 
 GYM = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=6, num_held_out=2)

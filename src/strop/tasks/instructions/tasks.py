@@ -20,8 +20,7 @@ from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import Unhashed
 from strop.spec.task import SOURCE_HELP, HeldOutRows, TrainingRows
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.instructions.rules import bind, has_substance
-from strop.tasks.instructions.segments import load_detector
+from strop.tasks.instructions.rules import bind, has_substance, load_detector
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask
 from strop.tasks.task import TaskLimits

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from strop.errors import ConfigError
 from strop.rollout import Example, Split, make_example
 from strop.tasks import build_task
-from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.generated.reverse_text import ReverseTextSpec, share_of_beginning
+from strop.tasks.generated import ArithmeticSpec, ReverseTextSpec, share_of_beginning
 from tests.fixtures.judging import run_self_test, verdict
 
 TASK = build_task(ArithmeticSpec())

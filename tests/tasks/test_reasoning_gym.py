@@ -13,7 +13,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.rollout import Split, make_example
 from strop.tasks import Task, build_task
-from strop.tasks.generated.reasoning_gym import ReasoningGymSpec, list_datasets
+from strop.tasks.generated import ReasoningGymSpec, list_datasets
 from tests.fixtures.judging import run_self_test, verdict
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")

@@ -1,0 +1,530 @@
+"""Tasks that generate their problems, in any number: sums, reversed texts, and data sets of reasoning-gym.
+
+Sums of two whole numbers are the canary that every machine can train on. The two orders, 3 + 5 and 5 + 3, are
+two examples of one problem, which is either held out or trained on.
+
+A data set of reasoning-gym is scored by its own function. Tested with reasoning-gym 0.1.25. All examples come
+from one generator: two whose seeds are close serve the same problems. Five data sets have no stored answer,
+some reward garbage or an echo of the question, and the scorer of prime_factorization raises on words: then
+there is no score, never a 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+import sys
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import fields
+from decimal import Decimal
+from functools import cached_property
+from importlib.metadata import version as package_version
+from itertools import islice, takewhile
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from strop.errors import ConfigError
+from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.base import FreeTable, SpecConflict, expert
+from strop.spec.task import TaskSection
+from strop.tasks.answers import ends_with_number, judged_text, last_number
+from strop.tasks.overlap import normal_text
+from strop.tasks.prompt import pose
+from strop.tasks.task import Task, TaskLimits, right_or_wrong
+from strop.tasks.version import fit_limits, hash_version
+
+_MAX_DRAWS = 50
+"""For each example that is asked for."""
+
+
+class DrawnSection(TaskSection):
+    """Settings of how many problems are drawn."""
+
+    num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
+    num_held_out: int = Field(
+        default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
+    )
+
+
+class DrawnTask(Task):
+    """A task with as many examples as are asked for."""
+
+    def __init__(self, spec: TaskSection, limits: TaskLimits, prompt: str, verifier: str) -> None:
+        self.limits = fit_limits(limits, spec)
+        self._spec, self._prompt, self._verifier = spec, prompt, verifier
+        self.num_train, self.num_held_out = spec.num_train or 0, spec.num_held_out or 0
+
+    @property
+    def version(self) -> str:
+        """Hash over the settings and limits: they decide every example."""
+        return hash_version(self.name, self._prompt, self._verifier, self.limits, self._spec)
+
+    @abstractmethod
+    def draws(self) -> Iterator[Example]:
+        """Yield problems, the same ones in every process; they may repeat each other, and never end."""
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the problems of a split; held-out ones stay the same when `num_train` changes.
+
+        Raises: ConfigError if there are too few different ones; any exception of `draws`.
+        """
+        is_held_out = split is Split.HELD_OUT
+        return self._examples[: self.num_held_out] if is_held_out else self._examples[self.num_held_out :]
+
+    @cached_property
+    def _examples(self) -> tuple[Example, ...]:
+        """Different examples, held-out ones first; no other one poses a problem of theirs."""
+        num_wanted = self.num_held_out + self.num_train
+        found: dict[str, Example] = {}
+        held_out: set[str | None] = set()
+        for example in islice(self.draws(), _MAX_DRAWS * num_wanted):
+            if len(found) < self.num_held_out:
+                held_out.add(self.problem_of(example))
+            elif self.problem_of(example) in held_out:
+                continue
+            found.setdefault(example.example_id, example)
+            if len(found) == num_wanted:
+                return tuple(found.values())
+        raise ConfigError(
+            f"task.num_train={self.num_train} and task.num_held_out={self.num_held_out} ask for"
+            f" {num_wanted} different problems",
+            allowed=f"about {len(found)} in all with these settings",
+            next_step="lower task.num_train, or let the task's own settings allow more",
+        )
+
+
+_SUM = "What is {a} + {b}?"
+_BASE_SUM = f"{_SUM}\nA:"
+_MAX_VALUE = 300
+_NUM_ROUNDS = 4
+
+
+class ArithmeticSpec(TaskSection):
+    """Sums of two whole numbers: What is a + b?"""
+
+    name: Literal["arithmetic"] = "arithmetic"
+    min_value: int = Field(
+        default=1,
+        ge=0,
+        le=_MAX_VALUE,
+        description="Smallest number, included; 10 with 99: two digits each.",
+        json_schema_extra=expert("the sums can be made harder"),
+    )
+    max_value: int = Field(
+        default=20,
+        ge=0,
+        le=_MAX_VALUE,
+        description="Largest number, included.",
+        json_schema_extra=expert("the sums can be made harder"),
+    )
+    num_held_out: int = Field(
+        default=100,
+        ge=1,
+        description="Pairs kept out of training for evaluation, in both orders of their numbers. Which ones"
+        " is fixed by their content, not by the run's seed.",
+    )
+
+    @property
+    def num_train(self) -> int:
+        """Pairs to train on; the mirror of the last one of an odd number that is held out is in no split."""
+        return (self.max_value - self.min_value + 1) ** 2 - self.num_held_out - self.num_held_out % 2
+
+    @model_validator(mode="after")
+    def _check_range(self) -> ArithmeticSpec:
+        if self.min_value > self.max_value or self.num_train < 1:
+            given = {key: getattr(self, key) for key in ("num_held_out", "min_value", "max_value")}
+            raise SpecConflict(
+                {f"task.{key}": value for key, value in given.items()},
+                "no pair is left to train on",
+                allowed="a range of more pairs than are held out; of two numbers both orders are, or none",
+                next_step="lower task.num_held_out or raise task.max_value",
+            )
+        return self
+
+
+class Arithmetic(DrawnTask):
+    """What is a + b? Right if the last number of the reply is the sum.
+
+    `format_ok`: the reply ends with a number, as defined in `answers`.
+    """
+
+    name = "arithmetic"
+    _spec: ArithmeticSpec
+
+    def __init__(self, spec: ArithmeticSpec) -> None:
+        # Where there is a zero, so many questions end in their answer: What is 0 + 7?
+        chance = 0.0 if spec.min_value else 1.0 / (spec.max_value + 1)
+        limits = TaskLimits(max_reply_tokens=32, base_stop_strings=("\n",), chance=chance)
+        super().__init__(spec, limits, _BASE_SUM, "last-number-2")
+
+    def draws(self) -> Iterator[Example]:
+        """Yield all pairs, those of held-out problems first, in an order that the settings alone decide."""
+        spec = self._spec
+        equal = [(value, value) for value in range(spec.min_value, spec.max_value + 1)]
+        problems = [((a, b), (b, a)) for b, _ in equal for a in range(spec.min_value, b)]
+        # Two pairs of equal numbers form a problem, so that every problem has two pairs.
+        problems += zip(equal[::2], equal[1::2], strict=False)
+        num_held_out = math.ceil(spec.num_held_out / 2)
+        pairs = _shuffle(problems, range(num_held_out))
+        pairs += _shuffle(problems, range(num_held_out, len(problems)))
+        # Of an odd number of pairs one has no partner.
+        pairs += equal[-1:] if len(equal) % 2 else []
+        return (make_example(self.name, {"a": a, "b": b}, str(a + b)) for a, b in pairs)
+
+    def problem_of(self, example: Example) -> str:
+        """Return the numbers with the smaller one first: both orders are one problem."""
+        low, high = sorted((example.fields["a"], example.fields["b"]))
+        return f"{low} + {high}"
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Ask for the sum in one sentence."""
+        return pose(
+            _SUM.format(**example.fields),
+            base=_BASE_SUM.format(**example.fields),
+            thinking=self._spec.thinking,
+        )
+
+    async def verify(self, example: Example, text: str) -> Outcome:
+        """Compare the last number of the reply with the sum."""
+        judged = judged_text(text) or ""
+        is_correct = last_number(judged) == Decimal(example.fields["a"] + example.fields["b"])
+        return right_or_wrong(is_correct, format_ok=ends_with_number(judged))
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the sum alone, in a sentence, with thousands commas and with a decimal part."""
+        a, b = example.fields["a"], example.fields["b"]
+        return str(a + b), f"{a} + {b} = {a + b}.", f"The answer is {a + b:,}", f"**{a + b}.0**"
+
+
+_Pair = tuple[int, int]
+
+
+def _shuffle(problems: Sequence[tuple[_Pair, _Pair]], ranks: range) -> list[_Pair]:
+    """Return one pair of each problem at these ranks of a fixed permutation, then the other ones."""
+    chosen = [problems[_place_of(rank, len(problems))] for rank in ranks]
+    # The rank is independent of the numbers, and so is the order of the two pairs.
+    return [
+        problem[(rank + other) % 2] for other in (0, 1) for rank, problem in zip(ranks, chosen, strict=True)
+    ]
+
+
+def _place_of(rank: int, size: int) -> int:
+    """Return the place of `rank` in a fixed permutation of range(size).
+
+    A Feistel network permutes the next larger square power of two; a result beyond `size` is permuted again.
+    """
+    num_bits = max(1, math.ceil((size - 1).bit_length() / 2))
+    mask = (1 << num_bits) - 1
+    while True:
+        left, right = rank >> num_bits, rank & mask
+        for round_index in range(_NUM_ROUNDS):
+            name = f"arithmetic/{size}/{round_index}/{right}".encode()
+            noise = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+            left, right = right, left ^ (noise & mask)
+        rank = left << num_bits | right
+        if rank < size:
+            return rank
+
+
+_REVERSE = "Write this text backwards, letter by letter: {text}"
+_MAX_WORD_CHARS = 8
+_MAX_PREAMBLE_TOKENS = 32
+_CHANCE = 0.02
+"""Reward of nonsense: it may begin with the right letter."""
+
+# No word reads the same both ways, so copying is never right.
+_WORD_LIST = """
+    amber anchor apple autumn basket beacon bird border bottle branch bread bridge bright broom butter
+    cabin candle canvas carpet castle cedar chalk cherry circle clever cloud clover coast copper corner
+    cotton cradle crane cricket crystal curtain dance desert distant dragon dream dust early earth echo
+    ember engine fabric falcon feather field finger flame forest fountain fox garden gentle ginger glass
+    golden granite green hammer harbor harvest hidden hollow honey horse iron island ivory jacket jungle
+    kettle kitchen ladder lantern lemon letter linen little lumber maple marble market meadow mirror mist
+    morning mountain needle north novel oak ocean olive orchard oven paper pebble pencil pepper pillow
+    planet plum pocket pond quiet quill rabbit rain raven ribbon river road rocket saddle salt sand season
+    shadow shell silver simple smoke snow spark spring steam stone storm summer sugar table thread thunder
+    timber tower travel valley velvet village violet walnut water wheel willow window winter wolf wooden
+    yarn yellow
+"""
+WORDS = tuple(_WORD_LIST.split())
+
+
+class ReverseTextSpec(DrawnSection):
+    """Write a short text backwards, letter by letter."""
+
+    name: Literal["reverse-text"]
+    max_words: int = Field(
+        default=4,
+        ge=1,
+        le=1000,
+        description="Most words of a text, included.",
+        json_schema_extra=expert("the texts can be made longer"),
+    )
+
+
+class ReverseText(DrawnTask):
+    """Reward: number of leading letters that are right, over the length of the longer of reply and answer.
+
+    Right only if equal but for case. The last non-blank line is judged, without outer white space.
+    `format_ok`: the reply is one line. A letter counts only behind right ones, so almost nothing is earned
+    without reading the text.
+    """
+
+    name = "reverse-text"
+    _spec: ReverseTextSpec
+
+    def __init__(self, spec: ReverseTextSpec) -> None:
+        own_limit = _MAX_PREAMBLE_TOKENS + (_MAX_WORD_CHARS + 1) * spec.max_words
+        limits = TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE)
+        super().__init__(spec, limits, _REVERSE, "common-beginning-4")
+
+    def draws(self) -> Iterator[Example]:
+        """Yield texts of words of the list."""
+        stream = random.Random(f"reverse-text/1/{self._spec.max_words}")
+        while True:
+            num_words = stream.randint(1, self._spec.max_words)
+            text = " ".join(stream.choice(WORDS) for _ in range(num_words))
+            yield make_example(self.name, {"text": text}, text[::-1])
+
+    def problem_of(self, example: Example) -> str:
+        """Return the sorted words: another order of them needs the same letters."""
+        return " ".join(sorted(example.fields["text"].split()))
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Pose the text with the instruction."""
+        return pose(_REVERSE.format(**example.fields), thinking=self._spec.thinking)
+
+    async def verify(self, example: Example, text: str) -> Outcome:
+        """Compare the last line of the reply with the text written backwards."""
+        lines = [line.strip() for line in (judged_text(text) or "").splitlines() if line.strip()]
+        reply = lines[-1].casefold() if lines else ""
+        gold = example.fields["text"][::-1]
+        return Outcome(
+            parts={"similarity": share_of_beginning(reply, gold)},
+            is_correct=reply == gold,
+            format_ok=len(lines) == 1,
+        )
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the text written backwards, alone and below a sentence."""
+        gold = example.fields["text"][::-1]
+        return gold, f"Here it is:\n{gold}\n"
+
+
+def share_of_beginning(reply: str, gold: str) -> float:
+    """Return the length of the common beginning of two texts, in letters, over the length of the longer one.
+
+    Other characters are skipped and earn nothing: r-i-v has three of five characters right. 1 if and only
+    if both are equal.
+    """
+    if reply == gold:
+        return 1.0
+    pairs = zip(filter(str.isalnum, reply), filter(str.isalnum, gold), strict=False)
+    num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return num_right / max(len(reply), len(gold))
+
+
+_QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer>."
+_GYM_LIMITS = TaskLimits(max_reply_tokens=2048, base_stop_strings=("</answer>",), verify_limit_s=5.0)
+_TAG = re.compile(r"<( ?/ ?)?answer ?>", re.IGNORECASE)
+_BOX = re.compile(r"\$?\\boxed\{([^{}]*)\}\$?")
+_OWN_SETTINGS = ("seed", "size")
+_SEED = 0
+_FULL_SCORE = 1.0 - 1e-9
+_GYM_DRAWS = 8
+_UNFIT = frozenset(
+    {
+        *("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"),
+        "composite",
+    }
+)
+"""Generators that iterate over Python's sets, whose problems differ between processes, and the one that mixes
+others, as the task mixture does."""
+
+
+class ReasoningGymSpec(DrawnSection):
+    """Any data set of the reasoning-gym package."""
+
+    name: Literal["reasoning-gym"]
+    dataset: str = Field(
+        min_length=1,
+        max_length=100,
+        description="Name of the reasoning-gym data set, for example 'chain_sum'.",
+    )
+    config: FreeTable = Field(
+        default={},
+        description="The data set's own settings but seed and size, handed on as they stand. A file that"
+        " extends another adds to the table key by key; naming another data set starts it anew.",
+        json_schema_extra=expert("each generator has parameters of its own"),
+    )
+
+    @property
+    def judges_by_data(self) -> bool:
+        """True: the scorer needs the generated problem."""
+        return True
+
+
+class ReasoningGym(DrawnTask):
+    """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
+
+    The last `<answer>` of the reply that is closed and not empty is judged; without a tag, the last line.
+    `format_ok`: the tag is there.
+    """
+
+    name = "reasoning-gym"
+    _spec: ReasoningGymSpec
+
+    def __init__(self, spec: ReasoningGymSpec) -> None:
+        super().__init__(spec, _GYM_LIMITS, _QUESTION, "answer-tag-3")
+        self._entries: dict[str, Mapping[str, Any]] = {}
+        """What the scorer needs, by example id."""
+
+    @property
+    def variant(self) -> str:
+        """The data set."""
+        return self._spec.dataset
+
+    @property
+    def version(self) -> str:
+        """Hash over settings, prompt, limits and the release of the package."""
+        _load_package()
+        release = package_version("reasoning-gym")
+        return hash_version(self.name, self._prompt, self._verifier, self.limits, self._spec, release)
+
+    def draws(self) -> Iterator[Example]:
+        """Yield the data set's problems.
+
+        Raises: ConfigError if the package, the data set or one of its settings does not exist.
+        """
+        spec = self._spec
+        for index in range(len(self._dataset)):
+            with _own_random_state(f"{spec.dataset}/{_SEED}/{index}"):
+                entry = self._dataset[index]
+            question, answer = str(entry["question"]), entry["answer"]
+            example = make_example(
+                self.name,
+                {"dataset": spec.dataset, "question": question},
+                None if answer is None else str(answer),
+            )
+            self._entries.setdefault(example.example_id, entry)
+            yield example
+
+    def problem_of(self, example: Example) -> str:
+        """Return a name shared by questions with the same words, numbers and signs and the same answer.
+
+        Without a stored answer, they stay in their order.
+        """
+        words = normal_text(example.fields["question"]).split()
+        key = words if example.answer is None else [*sorted(words), "\n", example.answer]
+        return hashlib.sha256(" ".join(key).encode()).hexdigest()[:16]
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Pose the question and name the tag for the answer."""
+        content = _QUESTION.format(question=example.fields["question"])
+        return pose(content, base=f"{content}\n", thinking=self._spec.thinking)
+
+    async def verify(self, example: Example, text: str) -> Outcome:
+        """Score the answer with the data set's own function.
+
+        Raises: KeyError if the example is not of this task; any exception of the data set's function.
+        """
+        answer, is_tagged = answer_of(text)
+        if not self._entries:
+            self.examples(Split.HELD_OUT)  # Draws them.
+        with _own_random_state(example.example_id):
+            score = float(self._dataset.score_answer(answer, self._entries[example.example_id]))
+        return Outcome(parts={"score": score}, is_correct=score >= _FULL_SCORE, format_ok=is_tagged)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the stored answer in its tag, if the data set stores one."""
+        if example.answer is None:
+            return ()
+        tagged = f"<answer>{example.answer}</answer>"
+        return tagged, f"Let me think.\n{tagged}\n"
+
+    @cached_property
+    def _dataset(self) -> Any:
+        spec = self._spec
+        package = _load_package()
+        if spec.dataset not in (known := list_datasets()):
+            raise ConfigError(
+                f"task.dataset={spec.dataset} is not among the data sets of reasoning-gym that are taken",
+                allowed=", ".join(known),
+                next_step="choose one of these names",
+            )
+        size = _GYM_DRAWS * (self.num_held_out + self.num_train)
+        try:
+            with _own_random_state(f"{spec.dataset}/{_SEED}"):
+                return package.create_dataset(spec.dataset, seed=_SEED, size=size, **spec.config)
+        except (AssertionError, TypeError, ValueError) as error:
+            settings = fields(package.factory.DATASETS[spec.dataset][1])
+            names = sorted({field.name for field in settings} - set(_OWN_SETTINGS))
+            raise ConfigError(
+                f"task.config={spec.config} for reasoning-gym data set {spec.dataset}"
+                f" ({type(error).__name__}: {error})",
+                allowed=f"the data set's settings {', '.join(names)}",
+                next_step="correct or leave out the setting in task.config",
+            ) from error
+
+
+def answer_of(reply: str) -> tuple[str, bool]:
+    """Return the answer of a reply, and whether it stands in a tag."""
+    before, *pieces = _TAG.split(judged_text(reply) or "")
+    slashes, texts = pieces[::2], [text.strip() for text in pieces[1::2]]
+    if all(slashes):
+        # The template may have opened the tag.
+        lines = (before + "".join(texts)).strip().splitlines()
+        return (lines[-1].strip() if lines else ""), False
+    # '<answer> and </answer>' is the prompt's wording. A last closing tag may be the stop string.
+    opened = [
+        (text, end)
+        for slash, text, end in zip(slashes, texts, [*slashes[1:], None], strict=True)
+        if not slash
+    ]
+    closed = [text for text, end in opened if end and text not in ("", "and")]
+    answer = next(reversed(closed or [text for text, _ in opened if text]), "")
+    box = _BOX.fullmatch(answer)
+    return (box[1].strip() if box else answer), True
+
+
+def list_datasets() -> list[str]:
+    """Return the names of all data sets that are taken. Raises: ConfigError without the package."""
+    return sorted(set(_load_package().factory.DATASETS) - _UNFIT)
+
+
+def _load_package() -> Any:
+    try:
+        with warnings.catch_warnings():
+            # Raised by its sources when Python compiles them for the first time.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            f"task.name=reasoning-gym, but the package is not installed ({error})",
+            allowed="reasoning-gym with the extra 'tasks' installed",
+            next_step="pip install 'strop[tasks]'",
+        ) from error
+    return reasoning_gym
+
+
+@contextmanager
+def _own_random_state(stream_name: str) -> Iterator[None]:
+    """Seed the process-wide generators, from which some data sets draw, and restore them behind the block."""
+    seed = int.from_bytes(hashlib.blake2b(stream_name.encode(), digest_size=4).digest(), "little")
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        # Some of the generators print.
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

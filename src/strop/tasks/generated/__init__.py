@@ -1,1 +1,0 @@
-"""Generated problems: they need no data, in any number."""
