@@ -104,7 +104,8 @@ def _judge_integer(example: Example, text: str, question: str) -> Outcome:
 
 
 _LETTERS = "ABCD"
-_END = r"(?!'?[A-Za-z0-9_])"
+# No part of a word, and not ruled out: 'A is wrong'.
+_END = r"(?!'?[A-Za-z0-9_])(?![^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b)"
 _LETTER_ALONE = re.compile(r"[\W_]*(?:\\boxed\{(?:\\text\{)?)?([A-D])[\W_]*")
 _PHRASE = re.compile(
     r"(?:\b(?:answer|(?:right|correct|best) (?:choice|option))\b"
@@ -123,7 +124,6 @@ _LETTER = re.compile(
     rf"(?:(?:^|(?<=[.!?] ))[*(]*[A-D]{_END}(?! (?!because|since|as|is|was|must|for|due|best|and|or|but)[a-z])"
     rf"|(?<![A-Za-z0-9_'.!?])(?<![.!?] )(?!^)[A-D]{_END})"
 )
-_RULED_OUT = re.compile(r"[^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b")
 _RULES_OUT = re.compile(
     r"(?:\b(?:not|nor|never|except|without|cannot)|n't)(?: be)?(?: option| choice)?[^\w.;]+$", re.IGNORECASE
 )
@@ -160,12 +160,9 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
     letters = claims or [
         m for m in _LETTER.finditer(line) if not _RULES_OUT.search(line[max(0, m.start() - 20) : m.start()])
     ]
-    for match in letters:
-        if _SEVERAL.match(match.string, match.end()):
-            return None
-        if not _RULED_OUT.match(match.string, match.end()):
-            return match.group()[-1].upper()
-    return None
+    if not letters or _SEVERAL.match(letters[0].string, letters[0].end()):
+        return None
+    return letters[0].group()[-1].upper()
 
 
 def _read_number(value: Any) -> str | None:

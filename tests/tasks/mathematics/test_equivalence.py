@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import ConfigError
+from strop.tasks.mathematics import equivalence
 from strop.tasks.mathematics.equivalence import (
     Strictness,
     answers_equal,
     equal_by_symbols,
-    is_bounded,
     normal_form,
     parse_exact,
     require_math_verify,
@@ -67,7 +67,6 @@ needs_math_verify = pytest.mark.skipif(not find_spec("math_verify"), reason="nee
         ("3 4", "3 4"),
         ("x^{2}+y_{1}", "x^2+y_1"),
         ("-1/2", r"-\frac{1}{2}"),
-        (".5", "0.5"),
         ("+5.", "5"),
         ("x", "x"),
         ("X", "X"),
@@ -103,12 +102,13 @@ def test_rew_2_a_normal_form_never_loses_or_gains_a_sign(answer: str) -> None:
         ("(1,0.5)", r"(1,\frac{1}{2})", STANDARD),
         ("x+1", "1+x", SYMBOLIC),
         ("x^2-1", "(x-1)(x+1)", SYMBOLIC),
+        *(("x^2y^3", "y^3x^2", SYMBOLIC), (r"\sqrt{16}", "4.0", SYMBOLIC)),
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", SYMBOLIC),
         (r"\frac{3\pi}{2}", r"3\pi/2", SYMBOLIC),
         (r"1\le x\le 2", "[1,2]", SYMBOLIC),
         ("[1,2)", r"1\le x<2", SYMBOLIC),
         ("1,2", r"\{2,1\}", STANDARD),
-        ("18", "(18)", STANDARD),
+        *(("18", "(18)", STANDARD), ("0.5", ".5", STANDARD)),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}", SYMBOLIC),
     ],
 )
@@ -230,20 +230,19 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@needs_math_verify
-def test_hostile_answers_never_reach_sympy(name: str) -> None:
-    require_math_verify()
-    assert not is_bounded(normal_form(HOSTILE[name][:2000]))
+def test_hostile_answers_never_reach_sympy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equivalence, "equal_by_symbols", None)
     started_at = time.process_time()
-    assert not answers_equal("x+1", HOSTILE[name], SYMBOLIC)
+    assert not answers_equal("x+1", HOSTILE[name][:2000], SYMBOLIC)
     assert time.process_time() - started_at < 1
 
 
 @pytest.mark.parametrize(
     "form", [r"\frac{a+b}{c}", r"(-\infty,2]\cup[3,4)", r"\sin^2x", r"2^{10}x", r"e^{2\pi i}"]
 )
-def test_formulas_of_the_data_are_bounded(form: str) -> None:
-    assert is_bounded(form)
+def test_formulas_of_the_data_reach_sympy(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equivalence, "equal_by_symbols", lambda gold, reply: True)
+    assert answers_equal(form, form + "+0", SYMBOLIC)
 
 
 @needs_math_verify

@@ -2,8 +2,8 @@ r"""Find the final answer in a worked solution: a formula, or the number that an
 
 A formula: the first form that occurs counts: the last balanced `\boxed{...}` or `\fbox{...}`, but for the
 prompt's wording `\boxed{}` and `\boxed{answer}`; the last sentence such as 'The final answer is X.' or
-'Answer: X', or an `<answer>` tag; the last formula between delimiters or of an environment, of its lines the
-last; an expression that ends the last line.
+'Answer: X', or an `<answer>` tag; the last formula between delimiters, or environment; an expression that
+ends the last line.
 
 A number: that of the first sentence 'The answer is N.', or else behind the first "####" that is not taken
 back, or else of the last box or answer sentence, or else the last one. The result of "24+48=72" counts;
@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
-from unicodedata import normalize
 
 from strop.tasks.answers import NUMBER_PATTERN, last_number_match
-from strop.tasks.mathematics.equivalence import SCALES
+from strop.tasks.mathematics.equivalence import GROUPED, SCALES, VULGAR
 
 
 class FoundAnswer(NamedTuple):
@@ -52,11 +51,9 @@ _SENTENCE_END = re.compile(
     r"\n|</|[.?;](?=\s|$)|,?[ \t](?:I hope|because|since|so|where|as)\b", re.IGNORECASE
 )
 _REASON = re.compile(r",[ \t](?:I hope|because|since|so|where|as)\b", re.IGNORECASE)
-_NAMES = r"\{(?:align|gather|equation|split)[a-z]*\*?\}"
-_ENVIRONMENT = re.compile(rf"\\(?:begin|end){_NAMES}")
 _FORMULA = re.compile(
     r"(?<!\\)(?:(\$\$?)((?:\\.|[^$\\])+)\1|\\\(((?:\\[^()]|[^\\])+)\\\)|\\\[((?:\\[^\[\]]|[^\\])+)\\\])"
-    rf"|\\begin{_NAMES}((?:(?!{_ENVIRONMENT.pattern}).)+)\\end{_NAMES}",
+    r"|(\\begin\{(?:align|gather|equation|split)(?:(?!\\begin\{[ages]).)+?\\end\{[ages][a-z]+\*?\})",
     re.DOTALL,
 )
 _PLACEHOLDER = re.compile(
@@ -106,17 +103,9 @@ def find_boxes(text: str) -> list[str]:
 
 
 def last_formula(text: str) -> str:
-    """Return the last text between formula delimiters; of lines, the last."""
-    contents = map(_content, reversed(list(_FORMULA.finditer(text))))
+    """Return the last text between formula delimiters, or environment."""
+    contents = (str(match[match.lastindex or 0]).strip() for match in reversed([*_FORMULA.finditer(text)]))
     return next(filter(None, contents), "")
-
-
-def _content(formula: re.Match[str]) -> str:
-    content = str(formula[formula.lastindex or 0])
-    if _ENVIRONMENT.search(formula.group()):
-        lines = _ENVIRONMENT.sub("", content).replace("&", "").split("\\\\")
-        content = next((line for line in reversed(lines) if line.strip()), "")
-    return content.strip()
 
 
 def _sentence_answer(text: str, start: int) -> str:
@@ -124,7 +113,7 @@ def _sentence_answer(text: str, start: int) -> str:
     # A '$' may also be money ('The answer is $5.'), and its next one far away.
     formula = _FORMULA.match(text, start, start + _MAX_CHARS)
     if formula is not None and "\n\n" not in formula.group():
-        return _content(formula)
+        return str(formula[formula.lastindex or 0]).strip()
     sentence = text[start : start + _MAX_SENTENCE_CHARS]
     return _trim(_SENTENCE_END.split(sentence, maxsplit=1)[0])
 
@@ -184,9 +173,8 @@ _IS_OPERAND = re.compile(
     rf"(?:[0-9)\]}}%]{_OPERATOR}|[0-9][ \t]+or[ \t]+|between[ \t]+[$0-9.,]+[ \t]+and[ \t]+)[({{$]*0$"
 )
 _SCALE = re.compile(rf"[ \t]*(?:\\text\{{[ \t]*)?({'|'.join(SCALES)})s?\b", re.IGNORECASE)
-_GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!]|\\!,|,\\!)(?=[0-9]{3}(?![0-9]))")
 _FRACTION = re.compile(r"([0-9]?)\\[dtc]?frac[ \t]*\{?([0-9]+)\}?[ \t]*\{?([0-9]+)\}?")
-_VULGAR = {ord(one): rf"\frac{normalize('NFKC', one)}".replace("\u2044", "") for one in "¼½¾⅓⅔"}
+_VULGAR = str.maketrans(VULGAR)
 
 
 class Number(NamedTuple):
@@ -240,7 +228,7 @@ def _plain(text: str) -> str:
     """Write fractions, money and groups of digits of LaTeX and Unicode as plain text does."""
     text = text if text.isascii() else text.translate(_VULGAR)
     if "\\" in text or "{,}" in text:
-        text = _GROUPED.sub(",", text.replace("\\$", "$"))
+        text = GROUPED.sub(",", text.replace("\\$", "$"))
         text = _FRACTION.sub(lambda part: f"{part[1] and part[1] + ' '}{part[2]}/{part[3]}", text)
     return text
 

@@ -14,6 +14,7 @@ import zlib
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
+from math import isclose
 from typing import Any, Literal, NamedTuple
 from unicodedata import normalize
 
@@ -23,18 +24,19 @@ Strictness = Literal["strict", "standard", "symbolic"]
 """Which stages may find an answer right: spelling, of an answer in one box; numbers, too; formulas, too."""
 _MAX_CHARS = 2000
 """A longer answer is wrong; the longest gold answers of MATH have about 160 characters."""
+VULGAR = {one: rf"\frac{normalize('NFKC', one)}".replace("\u2044", "") for one in "¼½¾⅓⅔"}
 _UNICODE = str.maketrans(
     {"\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/"}
     | {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "}
     | {"\u00b0": r"^\circ ", "\u222a": r"\cup ", "\u00b1": r"\pm ", "\u2248": r"\approx "}
     | {"\u00a0": " ", "~": " "}
-    | {one: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", one).split("\u2044")) for one in "¼½¾⅓⅔"}
+    | VULGAR
 )
 _CLOSING = ".,;:? \t\r\n"
 _SPACING = re.compile(
     r"(?<!\\)\\[,!;: ]|\\(?:quad|qquad|left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])"
 )
-_GROUPED = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\}|\\!,|,\\!)+(?=[0-9]{3}(?![0-9]))")
+GROUPED = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\}|\\!,|,\\!)+(?=[0-9]{3}(?![0-9]))")
 # Words that make another number are no units: '5 million', 'mod'.
 _NO_UNIT = (
     r"(?![^}]*\b(?:and|or|to|of|hundreds?|thousands?|millions?|billions?|trillions?|dozens?|hal(?:f|ves)|thirds?"
@@ -57,7 +59,7 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
         (r"<=|=<|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
         (r">=|\\geq(?:slant)?(?![a-zA-Z])", r"\\ge "),
-        (r"\\neq(?![a-zA-Z])", r"\\ne "),
+        (r"\\[lr]brace(?![a-zA-Z])", lambda brace: r"\{" if "l" in brace[0] else r"\}"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         # Mixed numbers, and arguments without braces.
         (r"(?<![0-9./])([0-9]+)\s+([0-9]+)/([0-9]+)(?![0-9./])", r"\1\\frac{\2}{\3}"),
@@ -83,9 +85,10 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
             r"(?<![0-9a-zA-Z./})])([0-9]+(?:\.[0-9]+)?)/([0-9]+(?:\.[0-9]+)?)(?![0-9a-zA-Z./^])",
             r"\\frac{\1}{\2}",
         ),
-        (r"(?<![0-9.])\.(?=[0-9])", "0."),
-        (r"(?<=[0-9])\.(?![0-9])", ""),
-        (r"^(?:\+|\\approx(?![a-zA-Z]))", ""),
+        (
+            r"^(?:\+|\\approx(?![a-zA-Z]))|(?:\\\\\s*)?\\(?:begin|end)\{(?:align|gather|equation|split)[a-z]*\*?\}",
+            "",
+        ),
         (r"^\{([^{}]*)\}$", r"\1"),
     )
 ]
@@ -116,8 +119,8 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     if verdict is not None or strictness == "standard":
         return bool(verdict)
     # math-verify ignores case: 'X' is 'x' to it.
-    is_comparable = ours.lower() != theirs.lower() and is_bounded(ours) and is_bounded(theirs)
-    return is_comparable and equal_by_symbols(ours, theirs)
+    is_refused = ours.lower() == theirs.lower() or _REFUSED.search(ours) or _REFUSED.search(theirs)
+    return not is_refused and equal_by_symbols(ours, theirs)
 
 
 @lru_cache(maxsize=1024)
@@ -127,7 +130,7 @@ def normal_form(answer: str) -> str:
     Unicode, spacing, delimiters, synonyms, units, degrees, percent, money and thousands separators go or
     become LaTeX; one word alone has no case. No rule removes or adds a sign, and none reduces or evaluates.
     """
-    text = _SPACING.sub(" ", _GROUPED.sub("", answer.translate(_UNICODE)))
+    text = _SPACING.sub(" ", GROUPED.sub("", answer.translate(_UNICODE)))
     for pattern, to in _RULES:
         text = pattern.sub(to, text.rstrip(_CLOSING))
     return text.lower() if len(text) > 1 and text.isalpha() else text
@@ -162,10 +165,11 @@ class Number(NamedTuple):
 
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MAX_DIGITS = 1000
-_PART = r"([-+]?[0-9]+(?:\.[0-9]+)?)"
+_PLAIN = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
+_PART = rf"([-+]?(?:{_PLAIN}))"
 _NUMBER = re.compile(
     rf"([-+]*)(?:([0-9]*)\\frac\{{{_PART}\}}\{{{_PART}\}}|([0-9]{{1,6}})\^\{{?(-?[0-9]{{1,3}})\}}?"
-    rf"|([0-9]+(?:\.[0-9]+)?)(?:(?:\\times|\\cdot|\*)10\^\{{?(-?[0-9]{{1,3}})\}}?|({'|'.join(SCALES)}))?)"
+    rf"|({_PLAIN})(?:(?:\\times|\\cdot|\*)10\^\{{?(-?[0-9]{{1,3}})\}}?|({'|'.join(SCALES)}))?)"
 )
 _LIST = re.compile(r"(\(|\[|\\\{|)(.*?)(\)|\]|\\\}|)", re.DOTALL)
 
@@ -237,7 +241,7 @@ _REFUSED = re.compile(
     # Long, with many brackets or deep ones.
     r"^$|(?s:.{301})|(?:[{(\[][^{(\[]*){41}|(?:[{(\[][^{}()\[\]]*){13}|[$\n!]|[0-9]_|[0-9]{41}"
     # Exponents with many digits, or with powers in them.
-    r"|(?:\^|\*\*)\s*\{?\s*[-+(]*\s*[0-9]{4}|\^\{[^}]*\^|\^[^{}()+*/=,-]{0,8}\^"
+    r"|(?:\^|\*\*)\s*\{?\s*[-+(]*\s*[0-9]{4}|\^\{[^}]*\^|\^(?:[0-9]+|[a-zA-Z])\^"
     r"|\\(?:sum|prod|int|iint|oint|lim|[dt]?binom|overline|dot|[lc]?dots)(?![a-zA-Z])"
     # Words, but for functions and matrices.
     r"|(?<![\\a-zA-Z])(?!(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|[pbv]?matrix|array|cases)(?![a-zA-Z]))"
@@ -245,11 +249,6 @@ _REFUSED = re.compile(
 )
 _MAX_PRECISION = 400
 _WARM_UP = (r"\frac{1}{2}x^2+\sqrt{3}x-1", r"\left(-\infty,2\right]\cup[3,4)", r"\{1,2\}", r"x\le 2")
-
-
-def is_bounded(form: str) -> bool:
-    """Whether a normal form is a formula that sympy can handle in reasonable time."""
-    return not _REFUSED.search(form)
 
 
 @lru_cache(maxsize=4096)
@@ -267,9 +266,13 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
         if not cmath.isclose(value, other, rel_tol=1e-6, abs_tol=1e-12):
             return False
         # The library compares decimals by six digits only.
-        decimals = ((parse_exact(gold), other), (parse_exact(reply), value))
-        if any(one and one.unit and not _shortens(one, Fraction(number.real)) for one, number in decimals):
-            return False
+        for one, number in ((parse_exact(gold), other.real), (parse_exact(reply), value.real)):
+            if (
+                one
+                and one.unit
+                and not (isclose(one.value, number, rel_tol=1e-12) or _shortens(one, Fraction(number)))
+            ):
+                return False
     verify = require_math_verify().verify
     return bool(verify(ours, theirs, allow_set_relation_comp=True, timeout_seconds=None))
 
