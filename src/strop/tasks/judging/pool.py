@@ -38,12 +38,10 @@ Handler = Callable[[Any], Any]
 _SLOW_S = 0.5
 _MAX_SLOW = 16
 """Calls that go on beside those that have places."""
-_NICENESS_STEP = 10
 _BUILD_LIMIT_S = 600.0
 _RETRY_FACTOR = 4.0
 """How much longer a call may take after a time-out: the machine may be busy."""
-_MAX_BYTES = 1 << 32
-"""Memory of a worker."""
+_MAX_BYTES = 1 << 32  # Of a worker's memory.
 _MAX_CALLS = 1000
 """Calls of one worker: leaks do not add up."""
 _MAX_ANSWER_BYTES = 1 << 24
@@ -90,6 +88,8 @@ class WorkerPool:
         self._server: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._idle: list[_Worker] = []
         self._is_closed = False
+        # Python waits for these threads before anything else: no call that hangs may hold up its exit.
+        threading._register_atexit(self._close)  # type: ignore[attr-defined]
 
     async def call(self, payload: Any, *, num_limits: int = 1) -> Any:
         """Return the handler's result for a value that can be pickled, or its failure.
@@ -105,10 +105,10 @@ class WorkerPool:
 
     async def close(self) -> None:
         """End every process; running and later calls fail. May be called twice."""
-        self._is_closed = True
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        self._is_closed = True
         with self._ordering:
             self._end_server()
         self._threads.shutdown()
@@ -153,7 +153,7 @@ class WorkerPool:
                 place.callback(self._slow.release)
             # On a busy machine each call takes long: its processor time tells those that compute.
             is_low = worker.calls_left == 0
-            if not is_low and worker.cpu_s - begun_s >= _SLOW_S and step_back(worker.pid, by=_NICENESS_STEP):
+            if not is_low and worker.cpu_s - begun_s >= _SLOW_S and step_back(worker.pid, by=10):
                 worker.calls_left = 0
         return True
 
