@@ -170,7 +170,7 @@ def test_a_run_is_judged_by_a_model(run: Run, folder: Path, judged_file: Path) -
 
 ASK = ("model.dtype=float32", "placement.threads=1")
 SETTINGS = {
-    "arithmetic": ("system_prompt=Be brief.", "prompt_template={a} {op} {b} =", 'stop=["\\n", "."]'),
+    "arithmetic": ("system_prompt=Be brief.", "prompt_template={a} + {b} =", 'stop=["\\n", "."]'),
     "gsm8k": (
         "max_reply_tokens=16",
         "source=./rows.jsonl",

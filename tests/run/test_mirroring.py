@@ -71,7 +71,7 @@ class Here:
 
 
 @pytest.fixture
-def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path) -> Here:
+def here(tmp_path: Path, own_cache: Path, any_order: None, tiny_model_dir: Path) -> Here:
     return Here(tmp_path / "here", tiny_model_dir, str(tmp_path / "store"))
 
 
