@@ -29,10 +29,8 @@ NUMBER_PATTERN = (
     r"(?<=[0-9])(?:[eE][+-]?[0-9]{1,2}(?![0-9]))?"
 )
 _NUMBER = re.compile(NUMBER_PATTERN)
-_MAX_WHOLE = 2**53
-"""Above it not every whole number is a float."""
 _DIGITS = "0123456789"
-_FIRST_CHARS = 256
+_FIRST_CHARS = 64
 """Characters of a reply's end that are searched first: most answers are there."""
 _CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
 """Characters that may follow an answer at the end of the reply."""
@@ -40,7 +38,8 @@ _CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
 
 def show_answer(answer: Any) -> str:
     """Return an answer as a text: a whole number without a point, None as nothing, a text as it is."""
-    if isinstance(answer, float) and answer.is_integer() and abs(answer) < _MAX_WHOLE:
+    # Above 2**53 not every whole number is a float.
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53:
         answer = int(answer)
     if answer is None or isinstance(answer, str):
         return answer or ""

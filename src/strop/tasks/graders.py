@@ -23,7 +23,6 @@ from strop.tasks.mathematics.answers import (
     is_marked,
     marked_answer,
     marked_numbers,
-    read_number,
     read_value,
 )
 from strop.tasks.mathematics.equivalence import (
@@ -60,18 +59,18 @@ class Grader(NamedTuple):
         return answer
 
 
-_read_gold_number = lru_cache(maxsize=1024)(read_number)
+_gold_value = lru_cache(maxsize=1024)(read_value)
 
 
 def _judge_number(example: Example, text: str, question: str, *, is_marked_so: bool = False) -> Outcome:
     """Compare values. `format_ok`: there is a number, or, if it is to be marked so, one behind '####'."""
     judged = judged_text(text, lambda part: first_marked(part) is not None or is_marked(part), question) or ""
-    found, gold = find_number(judged, question), _read_gold_number(gold_of(example))
-    is_formed = any(number.value is not None for number in marked_numbers(judged)) if is_marked_so else found
-    if found is None or gold is None:
+    found = find_number(judged, question)
+    if found is None:
         return right_or_wrong(False, format_ok=False)
-    is_correct = found.value is not None and found.value == gold.value
-    return right_or_wrong(is_correct, format_ok=bool(is_formed), extracted=found.text)
+    is_formed = not is_marked_so or any(number.value is not None for number in marked_numbers(judged))
+    is_correct = found.value is not None and found.value == _gold_value(gold_of(example))
+    return right_or_wrong(is_correct, format_ok=is_formed, extracted=found.text)
 
 
 def _judge_formula(example: Example, text: str, question: str, *, strictness: Strictness) -> Outcome:
@@ -172,8 +171,8 @@ def _read_number(value: Any) -> str | None:
 
 def _read_formula(value: Any) -> str | None:
     text = show_answer(value).strip()
-    boxes = find_boxes(text)
-    return (boxes[-1] if boxes else text) if normal_form(boxes[-1] if boxes else text) else None
+    text = (find_boxes(text) or [text])[-1]
+    return text if normal_form(text) else None
 
 
 def _read_integer(value: Any) -> str | None:

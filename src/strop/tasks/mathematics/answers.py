@@ -205,7 +205,9 @@ def marked_numbers(text: str) -> Iterator[Number]:
     """Yield the numbers behind '####'; headings are none."""
     marks = enumerate((mark.group(1) for mark in _MARKED.finditer(text)), 1)
     # '#### 1. Find the eggs' is the first heading.
-    lines = (line for index, line in marks if not re.match(rf"{index}[.):]\s+[A-Za-z]", line))
+    lines = (
+        line for index, line in marks if not re.match(r"[.):]\s+[A-Za-z]", line.removeprefix(str(index)))
+    )
     answers = (found.text if (found := marked_answer(line)) else line for line in lines)
     return (number for answer in answers if (number := read_number(answer)))
 
@@ -265,12 +267,10 @@ def _last_stated(text: str, question: str) -> Number | None:
         begin = stop.end()
     *stated, last = _NUMBER.finditer(text, begin, last.end())
     line = text[begin : last.start()]
-    clause, aside = _CLAUSE.search(text, begin, last.start()), _ASIDE.search(line)
-    if "=" in line:
-        pass
-    elif clause and (said := [one for one in stated if one.end() <= clause.start()]):
+    clause = None if "=" in line else _CLAUSE.search(text, begin, last.start())
+    if clause and (said := [one for one in stated if one.end() <= clause.start()]):
         return _read_from(text, said[-1])
-    elif aside:
+    if "=" not in line and (aside := _ASIDE.search(line)):
         stated = [one for one in stated if not _ASIDE.search(line, 0, one.start() - begin)]
         given = {_value(one) for one in _NUMBER.finditer(question)}
         is_money = "$" in last.group() or text[last.end() :][:8].lstrip().startswith("dollar")

@@ -14,7 +14,6 @@ import zlib
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
-from math import isclose
 from typing import Any, Literal, NamedTuple
 from unicodedata import normalize
 
@@ -266,12 +265,9 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
         if not cmath.isclose(value, other, rel_tol=1e-6, abs_tol=1e-12):
             return False
         # The library compares decimals by six digits only.
-        for one, number in ((parse_exact(gold), other.real), (parse_exact(reply), value.real)):
-            if (
-                one
-                and one.unit
-                and not (isclose(one.value, number, rel_tol=1e-12) or _shortens(one, Fraction(number)))
-            ):
+        for form, number in ((gold, other), (reply, value)):
+            exact = Number(Fraction(number.real).limit_denominator(10**9), Fraction())
+            if (one := parse_exact(form)) and one.unit and not _is_close(one, exact):
                 return False
     verify = require_math_verify().verify
     return bool(verify(ours, theirs, allow_set_relation_comp=True, timeout_seconds=None))
@@ -296,12 +292,12 @@ def _parse(form: str, *, raise_on_error: bool) -> Any:
         raise_on_error=raise_on_error,
     )
     formula: Any = parsed[0] if parsed else None
-    if "," not in form or not any(sign in form for sign in ("<", ">", r"\le", r"\ge")):
-        return formula
     # Several inequalities of one name are the union of their intervals.
-    with suppress(AttributeError, NotImplementedError, TypeError):
-        if len(formula.free_symbols) == 1:
-            return Union(*(one.as_set() for one in formula.args))
+    if formula is not None and "," in form and re.search(r"[<>]|\\[lg]e", form):
+        with suppress(AttributeError, NotImplementedError, TypeError):
+            return (
+                Union(*(one.as_set() for one in formula.args)) if len(formula.free_symbols) == 1 else formula
+            )
     return formula
 
 
