@@ -65,11 +65,11 @@ _gold_value = lru_cache(maxsize=1024)(read_value)
 def _judge_number(example: Example, text: str, question: str, *, is_marked_so: bool = False) -> Outcome:
     """Compare values. `format_ok`: there is a number, or, if it is to be marked so, one behind '####'."""
     judged = judged_text(text, lambda part: first_marked(part) is not None or is_marked(part), question) or ""
-    found = find_number(judged, question)
+    gold, found = gold_of(example), find_number(judged, question)
     if found is None:
         return right_or_wrong(False, format_ok=False)
     is_formed = not is_marked_so or any(number.value is not None for number in marked_numbers(judged))
-    is_correct = found.value is not None and found.value == _gold_value(gold_of(example))
+    is_correct = found.value is not None and found.value == _gold_value(gold)
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=found.text)
 
 
@@ -79,12 +79,12 @@ def _judge_formula(example: Example, text: str, question: str, *, strictness: St
     Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about the
         gold answer.
     """
-    answer = find_answer(judged_text(text, is_marked, question) or "")
+    gold, answer = gold_of(example), find_answer(judged_text(text, is_marked, question) or "")
     if answer is None:
         return right_or_wrong(False, format_ok=False)
     is_formed = answer.num_marks == 1
     may_count = strictness != "strict" or (answer.is_boxed and is_formed)
-    is_correct = may_count and answers_equal(gold_of(example), answer.text, strictness)
+    is_correct = may_count and answers_equal(gold, answer.text, strictness)
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=answer.text)
 
 
