@@ -11,6 +11,7 @@ import inspect
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -260,15 +261,13 @@ def test_no_attempt_finds_the_notes_of_another(place: Place) -> None:
 
     async def both(note: str, read: str) -> str:
         said: list[str] = []
-        first, second = world.make_environment(), world.make_environment()
-        try:
-            for script in scripts:
-                await converse(first, example, script(note))
-            for script in scripts:
-                said += [(await converse(second, example, script(read)))[0]]
-        finally:
-            await first.close()
-            await second.close()
+        async with AsyncExitStack() as attempts:
+            # All who write are there while others read.
+            for text, heard in ((note, list[str]()), (read, said)):
+                for script in scripts:
+                    environment = world.make_environment()
+                    attempts.push_async_callback(environment.close)
+                    heard.append((await converse(environment, example, script(text)))[0])
         return "\n".join(said)
 
     for path in ("note-of-another", "/tmp/note-of-another"):
