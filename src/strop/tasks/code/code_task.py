@@ -40,7 +40,7 @@ _MAX_TESTS_BYTES = 8 << 20
 """Few problems have larger tests, which each verdict sends to a sandbox."""
 _PACKAGES = ("numpy",)
 """What programs that are tested by such tables may import."""
-_JOB_FIELDS = {"names", "setup", "tests", "input_output", "num_tests"}
+_JOB_FIELDS = {"setup", "tests", "input_output", "num_tests"}
 """Fields of an example that are those of its `JudgeJob`; `head` is its source."""
 _VERIFIER = "python-programs-2"
 
@@ -107,7 +107,7 @@ class CodeTask(RowTask):
         """Run the tests over the reply's program. Raises: like `judge_reply`."""
         fields, head = example.fields, example.fields.get("head", "")
         given = {key: fields[key] for key in _JOB_FIELDS & fields.keys()}
-        job = JudgeJob(source=head, wall_s=WALL_S, **given)
+        job = JudgeJob(source=head, names=fields["names"], wall_s=WALL_S, **given)
         if job.input_output:
             wall_s = min(_MAX_WALL_S, WALL_S + job.num_tests)
             job = replace(job, wall_s=wall_s, test_s=_TEST_S, packages=_PACKAGES)
