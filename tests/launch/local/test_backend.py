@@ -100,7 +100,7 @@ while not (run / "go").exists():
 task = build_task(load_spec(job / "spec.toml").spec.task)
 example = task.examples(Split.TRAIN)[0]
 reward = asyncio.run(task.verify(example, chr(4))).reward
-(run / "found").write_text(f"{example.fields['columns']['by']} {reward}")
+(run / "found").write_text(f"{example.fields['by']} {reward}")
 """
 
 
