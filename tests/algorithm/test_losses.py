@@ -24,6 +24,7 @@ from strop.algorithm.losses import (
     KlPenalty,
     PenaltyFn,
     TokenLoss,
+    clipped_sides,
     dual_clipped,
     penalize_k3,
     penalize_k3_plus,
@@ -101,6 +102,12 @@ def test_clipping_stops_a_token_only_on_its_better_side(ratio: float, advantage:
     arguments = (torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([float(advantage)]), 0.2, 0.2)
     expected = -ratio * advantage if is_open else 0.0
     assert CLIPPED.differentiate(*arguments)[1].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_tokens_beyond_either_bound_are_counted_by_that_bound() -> None:
+    ratio_N, advantage_N = torch.tensor([1.25, 1.3, 0.85, 0.75]), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    low_N, high_N = clipped_sides(ratio_N.log(), torch.zeros(4), advantage_N, 0.2, 0.28)
+    assert (low_N.tolist(), high_N.tolist()) == ([False, False, False, True], [False, True, False, False])
 
 
 def test_dual_clip_by_hand() -> None:

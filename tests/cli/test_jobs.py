@@ -13,52 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.cli.jobs import open_job
 from tests.fixtures.commands import Run
-from tests.fixtures.drill import compare_metrics, drill
-from tests.fixtures.jobs import find_process, hold_until_told, wait_for
-
-
-@pytest.fixture
-def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with jobs, leases and the list of jobs of this test alone."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder.parent / "state"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder.parent / "config"))
-    monkeypatch.setenv("STROP_RUNTIME_DIR", str(folder.parent / "runtime"))
-    return folder
-
-
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return {int(line["step"]): line for line in lines}
-
-
-def state_of(run: Run, name: str) -> str:
-    (found,) = json.loads(run("status", name, "--json").out)
-    return str(found["state"])
-
-
-@pytest.mark.slow
-def test_a_drill_proves_that_a_preempted_training_comes_back_to_the_same_curve(place: Path, run: Run) -> None:
-    settings = ("train.steps=30", "train.checkpoint_every=10", "name=drilled")
-    assert run("train", "run.toml", *settings, "output.dir=runs/undisturbed").code == 0
-    assert run("submit", "run.toml", *settings, "--on", "local").code == 0
-    wait_for(lambda: state_of(run, "drilled") == "running", limit_s=240)
-    (home,) = Path("runs").glob("drilled-*")
-    wait_for(lambda: (home / "metrics.jsonl").exists() and len(read_metrics(home)) > 3, limit_s=240)
-    # It does not come to its end before the drill has begun.
-    trainer = find_process("strop.cli train", str(home.resolve()))
-    assert trainer is not None
-    hold_until_told(trainer)
-    launcher, ref, _ = open_job("drilled")
-    drill(launcher, ref, num_steps=3, limit_s=600)
-    wait_for(lambda: state_of(run, "drilled") == "succeeded", limit_s=400)
-    mine, theirs = read_metrics(home), read_metrics(Path("runs/undisturbed"))
-    assert mine.keys() == theirs.keys()
-    assert compare_metrics(mine, theirs) is None
-    fetched = run("fetch", "drilled", "--to", "copy", "--only", "latest")
-    assert fetched.code == 0, fetched.err
-    assert (Path("copy") / "checkpoints" / "step-000030" / "model" / "config.json").is_file()
+from tests.fixtures.jobs import wait_for
 
 
 def test_a_finished_run_is_shown_and_ends_with_its_exit_code(finished_run: Path, run: Run) -> None:

@@ -23,6 +23,7 @@ from strop.environments import (
     run_group,
     run_rollout,
 )
+from strop.environments.extending import PromptCache
 from strop.environments.groups import NUM_REFILLS
 from strop.errors import ConfigError, DataError, SandboxLost, WeightMismatch
 from strop.rollout import (
@@ -133,6 +134,14 @@ def test_time_is_kept_by_stage(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyP
     rollout = attempt(SingleTurn(TASK), DummyEngine(tokenizer, ["7"]), tokenizer)
     # Generation from 1 to 4, judging from 10 to 10.5.
     assert rollout.seconds == {"generate": 3.0, "verify": 0.5}
+
+
+def test_ids_that_do_not_read_as_their_text_are_not_extended(tokenizer: Tokenizer) -> None:
+    prompts, asked = PromptCache(tokenizer, "chat"), Message(role="user", content="1 + 1?")
+    ids = np.append(tokenizer.encode("2"), np.int32(tokenizer.turn_end_id))
+    for text, is_extended in (("2", True), ("3", False)):
+        reply = Turn(role="assistant", text=text, token_ids=ids, finish_reason=FinishReason.EOS)
+        assert (prompts.extend([asked], reply, (), [asked]) is not None) is is_extended
 
 
 def test_reply_that_would_encode_differently_is_not_encoded_again(tokenizer: Tokenizer) -> None:

@@ -118,7 +118,7 @@ def test_a_call_that_the_template_writes_reads_as_that_call(tmp_path: Path, name
     assert spoken.mistakes == ()
 
 
-@pytest.mark.parametrize("role", ["user", "tool", "system"])
+@pytest.mark.parametrize("role", ["user", "tool", "system", "description of a tool"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_others_say_has_no_control_tokens(tmp_path: Path, name: str, role: str) -> None:
     tokenizer, family = build(tmp_path, name), FAMILIES[name]
@@ -136,6 +136,11 @@ def test_what_others_say_has_no_control_tokens(tmp_path: Path, name: str, role: 
             chat += [Message(role="tool", content=content, name="look_up", tool_call_id=CALL.call_id)]
         elif role == "system":
             chat = [Message(role="system", content=content), asked]
+        elif role == "description of a tool":
+            tool = json.loads(TOOL)
+            tool["function"]["description"] = content
+            tool["function"]["parameters"]["properties"]["place"]["description"] = content
+            chat = [*pose_messages([asked], "model_default", (json.dumps(tool),))]
         text, ids = render_prompt(tokenizer, chat, "chat")
         assert content in text or json.dumps(content)[1:-1] in text
         assert content in tokenizer.decode(ids) or json.dumps(content)[1:-1] in tokenizer.decode(ids)

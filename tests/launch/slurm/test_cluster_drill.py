@@ -83,6 +83,9 @@ def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: 
     )
     assert [step for step, _ in found] == list(range(1, 25))
     assert found == expected
+    fetched = run("fetch", "drilled", "--to", "copy", "--only", "latest")
+    assert fetched.code == 0, fetched.err
+    assert (Path("copy") / "checkpoints" / "step-000024" / "model" / "config.json").is_file()
 
 
 # An evaluation: shared by two nodes, preempted, gone on with, and fetched.
