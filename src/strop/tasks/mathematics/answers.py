@@ -1,16 +1,14 @@
 r"""Find the final answer in a worked solution: a formula, or the number that answers a word problem.
 
-A formula: the first form that occurs counts: the last balanced `\boxed{...}` or `\fbox{...}`, but for the
-prompt's wording `\boxed{}` and `\boxed{answer}`; the last sentence such as 'The final answer is X.' or
-'Answer: X', or an `<answer>` tag; the last formula between delimiters, or environment; an expression that
-ends the last line.
+A formula, by the first form that occurs: the last balanced `\boxed{...}` or `\fbox{...}`, but for the
+prompt's wording `\boxed{}` and `\boxed{answer}`; the last sentence such as 'The final answer is X.', or an
+`<answer>` tag; the last formula between delimiters, or environment; an expression that ends the last line.
 
 A number: that of the first sentence 'The answer is N.', or else behind the first "####" that is not taken
 back, or else of the last box or answer sentence, or else the last one. The result of "24+48=72" counts;
 "72/3", '72^2', '72 or 73' and '5:72' are no number, and so no answer.
 
-Callers pass the text behind the last closed thinking block. All scans are linear in the text, whatever the
-policy writes.
+Callers pass no thoughts. All scans are linear in the text, whatever the policy writes.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from strop.tasks.answers import NUMBER_PATTERN, last_number_match
@@ -212,6 +211,7 @@ def marked_numbers(text: str) -> Iterator[Number]:
     return (number for answer in answers if (number := read_number(answer)))
 
 
+@lru_cache(maxsize=64)  # One reply's marks are read several times.
 def read_number(text: str) -> Number | None:
     """Read a text that begins with a number or says what one equals; None if it does neither."""
     plain = [_LEAD.sub("", side, 1) for side in _plain(text).split("=")]
