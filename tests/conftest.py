@@ -212,11 +212,10 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def any_order() -> Iterator[None]:
     """In this module, reverse-text pays for letters in any order."""
-    from strop.tasks import generated
     from tests.fixtures.any_order import share_in_any_order
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generated, "share_of_beginning", share_in_any_order)
+        patch.setattr("strop.tasks.generated.share_of_beginning", share_in_any_order)
         yield
 
 

@@ -1,8 +1,7 @@
 """docs/models.md says of every family of a transformers release how it is run.
 
-Measured here is a quarter of them, of each section of the page; the page itself is written from all. With
-another release installed, families that both know have to be run as the page says, and those that only the
-other one knows exactly, if at all.
+A quarter of them is measured here, of each section. With another release installed, families that both know
+have to be run as the page says, and those that only the other one knows exactly, if at all.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from strop.environments.recording import Call
 from strop.rollout import REASONING, FinishReason, Message
-from strop.tasks.graders import read_schema
+from strop.tasks.graders import is_valid, read_schema
 from strop.tokenizer import Tokenizer
 
 _MAX_CHOICES = 128
@@ -96,13 +96,11 @@ class ModelRequest:
             return False
         if self.schema is None or names:
             return True
-        from jsonschema import validators
-
         try:
             value = json.loads(call.spoken.content)
         except (ValueError, RecursionError):
             return False
-        return bool(validators.validator_for(self.schema)(self.schema).is_valid(value))
+        return is_valid(value, self.schema)
 
 
 def read_request(path: str, body: Any, session: Session) -> ModelRequest:

@@ -236,14 +236,19 @@ _FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 def _fits_schema(text: str, answer: str) -> bool:
-    from jsonschema import ValidationError, validate
-
     fenced = _FENCED.fullmatch(text)
     try:
-        validate(json.loads(fenced[1] if fenced else text), json.loads(answer))
-    except (ValueError, ValidationError):
+        value = json.loads(fenced[1] if fenced else text)
+    except ValueError:
         return False
-    return True
+    return is_valid(value, json.loads(answer))
+
+
+def is_valid(value: Any, schema: Any) -> bool:
+    """Whether a value is what a JSON Schema, one of `read_schema`, describes."""
+    from jsonschema import validators
+
+    return bool(validators.validator_for(schema)(schema).is_valid(value))
 
 
 def read_schema(answer: Any) -> Any:

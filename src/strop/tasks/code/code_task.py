@@ -16,7 +16,7 @@ from pydantic import Field
 
 from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec.base import Unhashed, expert
-from strop.spec.task import SOURCE_HELP, CodeTaskSection, EvaluationRows, TrainingRows
+from strop.spec.task import CodeTaskSection, EvaluationRows, TrainingRows
 from strop.tasks.code.extraction import (
     WALL_S,
     bound_names,
@@ -29,7 +29,7 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.judge import JudgeJob
 from strop.tasks.code.row_tests import read_table
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, RowTask, optional_text, require_texts, wrong_type
+from strop.tasks.rows.row_task import RowReading, RowTask, optional_text, published, require_texts, wrong_type
 from strop.tasks.task import TaskLimits
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0
@@ -45,29 +45,25 @@ _JOB_FIELDS = {"setup", "tests", "input_output", "num_tests"}
 _VERIFIER = "python-programs-2"
 
 
-def _source(hub_id: str) -> Any:
-    return Field(default=hub_id, min_length=1, description=SOURCE_HELP.format(hub_id))
-
-
 class MbppSpec(CodeTaskSection, TrainingRows):
     """Short Python functions, in the columns of MBPP."""
 
     name: Literal["mbpp"]
-    source: Unhashed[str] = _source("google-research-datasets/mbpp")
+    source: Unhashed[str] = published("google-research-datasets/mbpp")
 
 
 class HumanEvalSpec(CodeTaskSection, EvaluationRows):
     """Python functions to complete, in the columns of HumanEval; for evaluation only."""
 
     name: Literal["humaneval"]
-    source: Unhashed[str] = _source("openai/openai_humaneval")
+    source: Unhashed[str] = published("openai/openai_humaneval")
 
 
 class AppsSpec(CodeTaskSection, TrainingRows):
     """Programming contests, in the columns of APPS."""
 
     name: Literal["apps"]
-    source: Unhashed[str] = _source("codeparrot/apps")
+    source: Unhashed[str] = published("codeparrot/apps")
     difficulty: Literal["introductory", "interview", "competition"] | None = Field(
         default=None,
         description="Only problems that the data calls so. none = all.",
@@ -89,10 +85,9 @@ class CodeTask(RowTask):
     def __init__(self, spec: MbppSpec | HumanEvalSpec | AppsSpec) -> None:
         data = tomllib.loads(Path(__file__).with_name(f"{spec.name}.toml").read_text("utf-8"))
         self._ending: str = data.get("ending", "")
-        self._to_example = _READERS[spec.name]
         reading = RowReading(
             layout=DataLayout(train=tuple(data["train"]), held_out=tuple(data["held_out"])),
-            to_example=lambda row: self._why_left_out(row) or self._to_example(row),
+            to_example=self._to_example,
             question=lambda example: str(data["prompt"].format(**self.prompt_fields(example))),
         )
         limits = TaskLimits(
@@ -128,15 +123,16 @@ class CodeTask(RowTask):
         shown = example.fields.get("tests", [])[: example.fields.get("num_shown")]
         return {**example.fields, "tests": "\n".join(shown)}
 
-    def _why_left_out(self, row: Row) -> str | None:
-        if not isinstance(self._spec, AppsSpec):
-            return None
-        if self._spec.difficulty not in {None, row.values.get("difficulty")}:
-            return "another difficulty"
-        if len(optional_text(row, "input_output")) > _MAX_TESTS_BYTES:
-            return "tests too large"
-        num_tests = self._to_example(row).fields["num_tests"]
-        return f"fewer than {_MIN_TESTS[row.split]} tests" if num_tests < _MIN_TESTS[row.split] else None
+    def _to_example(self, row: Row) -> Example | str:
+        if isinstance(self._spec, AppsSpec):
+            if self._spec.difficulty not in {None, row.values.get("difficulty")}:
+                return "another difficulty"
+            if len(optional_text(row, "input_output")) > _MAX_TESTS_BYTES:
+                return "tests too large"
+        example = _READERS[self._spec.name](row)
+        if isinstance(self._spec, AppsSpec) and example.fields["num_tests"] < _MIN_TESTS[row.split]:
+            return f"fewer than {_MIN_TESTS[row.split]} tests"
+        return example
 
 
 def _to_mbpp(row: Row) -> Example:

@@ -19,15 +19,9 @@ from strop.errors import ConfigError
 from strop.rollout import Example, Outcome
 from strop.spec.base import Unhashed
 from strop.spec.task import EvaluationRows
-from strop.tasks.instructions.tasks import (
-    Constraint,
-    InstructedRows,
-    judged_text,
-    pair_constraints,
-    published,
-)
+from strop.tasks.instructions.tasks import Constraint, InstructedRows, judged_text, pair_constraints
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import require_texts
+from strop.tasks.rows.row_task import published, require_texts
 from strop.tasks.task import TaskLimits
 
 PACKAGE, RELEASE = "if-verifiable", "0.1.2"

@@ -18,11 +18,11 @@ from pydantic import Field
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import Unhashed
-from strop.spec.task import SOURCE_HELP, HeldOutRows, TrainingRows
+from strop.spec.task import HeldOutRows, TrainingRows
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.instructions.rules import bind, has_substance, load_detector
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, RowTask
+from strop.tasks.rows.row_task import RowReading, RowTask, published
 from strop.tasks.task import TaskLimits
 
 _PROMPT = "{prompt}"
@@ -64,11 +64,6 @@ FUNCTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 Constraint = dict[str, Any]
 """An instruction as examples have it: its `id`, and its `arguments` that are present."""
-
-
-def published(source: str) -> Any:
-    """Return the setting `source` with the place of a published data set as its default."""
-    return Field(default=source, min_length=1, description=SOURCE_HELP.format(source))
 
 
 class UnsplitRows(TrainingRows):

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+from pydantic import Field
 from typing_extensions import override
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Split
-from strop.spec.task import TaskSpec
+from strop.spec.task import SOURCE_HELP, TaskSpec
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, find_files, read_rows
@@ -210,12 +212,13 @@ class RowTask(Task):
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        return self._read_splits()
-
-    def _read_splits(self) -> SplitExamples:
-        """Read the data. Raises: DataError like `read_examples`."""
         numbers = {"num_train": self._spec.num_train, "num_held_out": self._spec.num_held_out}
         return read_examples(self._reading, self._source, **numbers)
+
+
+def published(hub_id: str) -> Any:
+    """Return the setting `source` with the place of a published data set as its default."""
+    return Field(default=hub_id, min_length=1, description=SOURCE_HELP.format(hub_id))
 
 
 def gold_of(example: Example) -> str:
