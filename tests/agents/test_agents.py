@@ -266,7 +266,8 @@ def test_content_may_be_absent_null_or_in_parts(tmp_path: Path) -> None:
     assert first.seed != second.seed
 
 
-def test_keys_addresses_and_the_end_of_a_rollout(tmp_path: Path) -> None:
+def test_keys_addresses_and_the_end_of_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.agents.face._MAX_BODY_BYTES", 1000)
     asked = Asked(tokenizer_of(tmp_path), ["a"])
 
     async def main() -> None:
@@ -283,6 +284,8 @@ def test_keys_addresses_and_the_end_of_a_rollout(tmp_path: Path) -> None:
                 assert [one.id async for one in client.models.list()] == ["policy"]
                 with pytest.raises(openai.NotFoundError):
                     await client.embeddings.create(model="m", input="x")
+                with pytest.raises(openai.APIStatusError, match="Error code: 413"):
+                    await chat(client, user("x" * 1000))
             with pytest.raises(openai.APIStatusError) as refused:
                 await chat(client, user("x"))
             assert refused.value.status_code == 410
@@ -311,9 +314,8 @@ def test_a_library_that_asks_again_gets_the_same_reply(tmp_path: Path) -> None:
 
 
 def test_room_calls_and_a_cut_reply(tmp_path: Path) -> None:
-    form = "hermes"
-    tokenizer = tokenizer_of(tmp_path, form)
-    asked = Asked(tokenizer, [call("look", form, place="a"), "b"], max_positions=600, max_tokens=22)
+    tokenizer, look = tokenizer_of(tmp_path, "hermes"), call("look", "hermes", place="a")
+    asked = Asked(tokenizer, [look, "b"], max_positions=600, max_tokens=22)
 
     async def work(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="maximum context length"):

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+_MAX_BODY_BYTES = 64 << 20
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError, ImportError)
 """What a request in another form raises, or one that a missing package could read."""
-_UNSERVED = ("bad_request", "not_found", "unsupported_value", "previous_response_not_found")
+_UNSERVED = ("bad_request", "not_found", "too_large", "unsupported_value", "previous_response_not_found")
 """Codes of requests that no attempt serves."""
 _MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "strop"}
 
@@ -116,8 +117,7 @@ class Face:
         name = request.path_params["name"]
         if name in self._closed:
             raise Refused(410, "this rollout is over", "gone")
-        rollout = self._open.get(name)
-        if rollout is None:
+        if (rollout := self._open.get(name)) is None:
             raise Refused(404, "there is no such rollout", "not_found")
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(key.encode(), rollout.key.encode()):
@@ -150,19 +150,21 @@ async def _complete(rollout: _Open, path: str, request: Request) -> Response:
     from starlette.responses import JSONResponse, Response
 
     try:
-        body = await request.body()
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_BODY_BYTES:
+                raise Refused(413, f"a request has {_MAX_BODY_BYTES} bytes at most", "too_large")
         wanted = read_request(path, json.loads(body), rollout.session)
     except (*_UNREADABLE, ClientDisconnect) as error:
         raise Refused(400, f"this request cannot be read: {error}", "bad_request") from error
     digest = hashlib.blake2b(path.encode() + b"\n" + body).digest()
     asking = rollout.answers.get(digest)
-    is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-    if asking is None or not is_retry:
+    if asking is None or request.headers.get("x-stainless-retry-count", "0") == "0":
         asking = rollout.answers[digest] = asyncio.ensure_future(_ask(rollout, wanted))
     gone: asyncio.Future[Any] = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        both: list[asyncio.Future[Any]] = [asking, gone]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([asking, gone], return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():
             # The client is gone, but may retry and still want the reply.
             asking.add_done_callback(_mark_undelivered)
