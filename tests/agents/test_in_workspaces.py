@@ -140,7 +140,6 @@ def test_the_self_test_plays_the_workspaces_own_tools(tmp_path: Path, repository
     ("words", "error"),
     [
         (["name=guess-number", "agent=env"], "consist of turns and have no workspace"),
-        (["name=repo-repair", "source=x", "agent=a.py:solve"], "a function cannot be called"),
         (
             ["name=repo-repair", "source=x", "agent=env", "sandbox=remote", "runtime.serve=here"],
             "the model is not reached",

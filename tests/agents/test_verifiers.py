@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (place / "again.py").write_text(TURNS)
     (place / "older.py").write_text(LEGACY)
     yield place
-    for one in guests.running():
+    for one in guests.running.values():
         one.end()
 
 

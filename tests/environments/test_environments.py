@@ -9,7 +9,6 @@ import pytest
 
 from strop.environments import Action, Environment, choose_environment
 from strop.environments.guess_number import GuessNumberSpec
-from strop.errors import DataError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tasks import Task, build_task
 from strop.tasks.generated import ArithmeticSpec
@@ -76,7 +75,7 @@ def test_done_after_the_last_turn_and_no_step_beyond(
         results = [await environment.step(words(task)) for _ in range(environment.max_turns)]
         assert [result.done for result in results] == [False] * (len(results) - 1) + [True]
         assert results[-1].messages == ()
-        with pytest.raises(DataError):
+        with pytest.raises(AssertionError):
             await environment.step(words(task))
 
     asyncio.run(act())
@@ -100,9 +99,9 @@ def test_equal_actions_score_alike_and_scoring_changes_nothing(
 
 
 def test_nothing_works_before_reset(task: Task, make_environment: Make) -> None:
-    with pytest.raises(DataError):
+    with pytest.raises(AssertionError):
         asyncio.run(make_environment().step(words(task)))
-    with pytest.raises(DataError):
+    with pytest.raises(AssertionError):
         asyncio.run(make_environment().score())
 
 

@@ -49,7 +49,7 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
     assert (asked.memory_mb, asked.storage_mb, asked.cpus) == (256.0, 64.0, 1.0)
     limits = (config.agent.timeout_sec, config.verifier.timeout_sec, asked.build_timeout_sec)
     assert limits == (60.0, 5.0, 60.0)
-    assert (asked.network_mode, task.is_separate) == ("no-network", False)
+    assert asked.network_mode == "no-network"
     (tmp_path / "add/tests/test.sh").write_text("echo")
     assert list_directories(tmp_path, ())["add"].digest != task.digest
 
@@ -74,7 +74,7 @@ def test_an_older_schema_is_read(tmp_path: Path) -> None:
         ({"config": CONFIG.replace("[agent]", "[agent]\nuser = 'agent'")}, "agent.user"),
         ({"config": CONFIG.replace('"5"', '"${HOME}"')}, "verifier.env"),
         ({"config": CONFIG.replace('"5"', '"$$${HOME}"')}, "verifier.env"),
-        ({"config": CONFIG.replace("artifacts = []", 'artifacts = ["a"]')}, "artifacts"),
+        ({"config": CONFIG.replace("5.0", '5.0\nenvironment_mode = "separate"')}, "environment_mode"),
         ({"config": CONFIG.replace("memory_mb = 256", 'memory = "much"')}, "could not convert"),
         ({"config": CONFIG.replace("timeout_sec = 5.0", "timeout_sec = 0")}, "verifier.timeout_sec"),
         ({"config": CONFIG.replace("5.0", '5.0\nnetwork_mode = "public"')}, "verifier.network_mode"),
@@ -188,19 +188,6 @@ def test_the_solution_is_right_and_nonsense_is_not(tmp_path: Path, base: str) ->
     assert asyncio.run(self_test(task, task.examples(Split.TRAIN))) == []
     wrong = make(tmp_path, base, solution__solve="#!/bin/sh\necho 6 > answer.txt\n")
     assert [one.probe for one in asyncio.run(self_test(wrong, wrong.examples(Split.TRAIN)))] == ["gold"]
-
-
-@pytest.mark.slow
-@needs_podman
-def test_a_fresh_container_has_what_is_named(tmp_path: Path, base: str) -> None:
-    config = CONFIG.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')
-    config = config.replace("artifacts = []", 'artifacts = [{ source = "/app/answer.txt" }]')
-    task = make(tmp_path, base, config=config)
-    tampered = call("bash", command=f"echo 5 > answer.txt; {TAMPERED}")
-    outcome = play(tmp_path, task, tampered, SUBMIT).outcome
-    assert outcome.reward == 1.0, outcome
-    assert "unsealed" not in outcome.metrics
-    assert play(tmp_path, task, call("bash", command="echo 5 > other.txt"), SUBMIT).outcome.reward == 0.0
 
 
 @pytest.mark.slow

@@ -45,7 +45,6 @@ def fail() -> str:
 @server.tool()
 def end() -> str:
     """Die."""
-    print("the last words", file=sys.stderr, flush=True)
     os._exit(3)
 
 @server.tool()
@@ -162,7 +161,6 @@ def test_a_server_that_dies_gives_no_score(tmp_path: Path, command: str) -> None
     assert rollout.outcome.reward is None
     assert failure is not None
     assert (failure.owner, failure.kind) == (FailureOwner.TASK, "mcp_server")
-    assert "the last words" in failure.detail
 
 
 def test_a_server_that_is_silent_is_given_up(command: str) -> None:

@@ -25,7 +25,7 @@ from strop.environments import (
 )
 from strop.environments.extending import PromptCache
 from strop.environments.groups import NUM_REFILLS
-from strop.errors import ConfigError, DataError, SandboxLost, WeightMismatch
+from strop.errors import ConfigError, SandboxLost, WeightMismatch
 from strop.rollout import (
     RESTART,
     Example,
@@ -406,11 +406,3 @@ def test_a_world_is_made_anew_for_the_machines_failures_alone(
 def test_what_ends_the_run_ends_the_group(tokenizer: Tokenizer) -> None:
     with pytest.raises(WeightMismatch, match="other"):
         group_of(DummyEngine(tokenizer, ["7", WeightMismatch("other")]), tokenizer, [plan(0), plan(1)])
-
-
-def test_mixed_or_empty_groups_are_refused(tokenizer: Tokenizer) -> None:
-    other = make_example("arithmetic", {"a": 1, "b": 1}, "2")
-    with pytest.raises(DataError, match="a group of 2 plans for 2 different examples"):
-        group_of(DummyEngine(tokenizer, []), tokenizer, [plan(), plan(example=other)])
-    with pytest.raises(DataError, match="a group of 0 plans"):
-        group_of(DummyEngine(tokenizer, []), tokenizer, [])

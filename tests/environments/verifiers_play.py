@@ -1,6 +1,6 @@
-"""Plays exported tasksets by verifiers: `PYTHON verifiers_play.py`, jobs as JSON on standard input.
+"""Plays strop's taskset by verifiers: `PYTHON verifiers_play.py`, jobs as JSON on standard input.
 
-Runs in the environment of verifiers; imports nothing of strop. One line of JSON says what came of each job.
+Runs in the environment of verifiers. One line of JSON says what came of each job.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ async def saying(replies: list[Any], asked: list[Any]) -> AsyncIterator[str]:
 
 async def play(job: dict[str, Any]) -> dict[str, Any]:
     """Play one episode of a taskset, by verifiers' own client of evaluation."""
-    settings = {"taskset": {"id": job["id"], **job.get("taskset", {})}, "agent": job.get("agent", {})}
+    taskset = {"id": "strop-taskset", "environment": job["environment"], "split": job.get("split", "train")}
+    settings = {"taskset": taskset, "agent": job.get("agent", {})}
     env = loaders.load_environment(loaders.resolve_env_config(settings))
-    task = next(one for one in env.taskset if one.data.example == job["example"])
+    try:
+        task = next(one for one in env.taskset if one.data.example == job["example"])
+    except Exception as error:
+        return {"refused": type(error).__name__, "why": str(error)}
     asked: list[Any] = []
     async with env.serving(), saying(job["replies"], asked) as base_url:
         client = vf.EvalClientConfig(base_url=base_url, api_key_var="ABSENT")

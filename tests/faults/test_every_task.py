@@ -124,7 +124,7 @@ def table(
             require_system_part(engine, shutil.which(engine) is not None)
             table |= rooms_of(name, place, request)
         yield table
-    for guest in guests.running():
+    for guest in guests.running.values():
         guest.end()
 
 

@@ -143,6 +143,7 @@ def toml(page: str, word: str) -> str:
     return text
 
 
+PYTHON = sys.executable
 CLASS = '[task]\nname = "own.py:{}"\n'
 SHOWN = {
     "README.md rows": ("reward.py", code("README.md", "def score"), toml("README.md", '"rows"')),
@@ -152,9 +153,9 @@ SHOWN = {
     "environments.md tools": ("own.py", code("environments.md", "Counting"), CLASS.format("Counting")),
     "environments.md agent": (
         "agent.py",
-        code("environments.md", "def solve"),
+        code("environments.md", "Is that right?"),
         # One problem to train on: each attempt is a program that begins, and the gate asks eight times.
-        '[task]\nname = "arithmetic"\nmax_value = 3\nnum_held_out = 8\nagent = "agent.py:solve"\n',
+        f'[task]\nname = "arithmetic"\nmax_value = 3\nnum_held_out = 8\nagent = "{PYTHON} agent.py"\n',
     ),
 }
 

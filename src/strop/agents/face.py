@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from strop.agents.protocol import FORMS, ModelRequest, Refused, Session, read_request
+from strop.agents.protocol import FORMS, ModelRequest, Refused, read_request
 from strop.engine.server import LOOPBACK, listen
 from strop.engine.wire import require_server_part
 from strop.environments.recording import Call, CallsUsedUp, CallTooLong, Recorder
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _MAX_BODY_BYTES = 64 << 20
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError, ImportError)
 """What a request in another form raises, or one that a missing package could read."""
-_UNSERVED = ("bad_request", "not_found", "too_large", "unsupported_value", "previous_response_not_found")
+_UNSERVED = ("bad_request", "not_found", "too_large", "unsupported_value")
 """Codes of requests that no attempt serves."""
 _MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "strop"}
 
@@ -42,9 +42,8 @@ class _Open:
 
     key: str
     recorder: Recorder
-    session: Session
-    answers: dict[bytes, asyncio.Future[list[Call]]] = field(default_factory=dict)
-    """The newest calls by a hash of path and body, for a library that repeats a request."""
+    answers: dict[bytes, asyncio.Future[Call]] = field(default_factory=dict)
+    """The newest call by a hash of path and body, for a library that repeats a request."""
 
 
 class Face:
@@ -84,7 +83,7 @@ class Face:
     async def open(self, recorder: Recorder) -> AsyncIterator[tuple[str, str]]:
         """Serve a program's requests by a recorder for the block; yield their base URL and key."""
         name, key = secrets.token_hex(8), secrets.token_hex(16)
-        self._open[name] = _Open(key=key, recorder=recorder, session=Session(tokenizer=recorder.tokenizer))
+        self._open[name] = _Open(key=key, recorder=recorder)
         try:
             yield f"{self.url}/r/{name}/v1", key
         finally:
@@ -145,7 +144,7 @@ async def lease_face() -> AsyncIterator[Face]:
 
 
 async def _complete(rollout: _Open, path: str, request: Request) -> Response:
-    """Answer a request. A retry that a library declares as one gets the same replies. Raises: Refused."""
+    """Answer a request. A retry that a library declares as one gets the same reply. Raises: Refused."""
     from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, Response
 
@@ -155,7 +154,7 @@ async def _complete(rollout: _Open, path: str, request: Request) -> Response:
             body += part
             if len(body) > _MAX_BODY_BYTES:
                 raise Refused(413, f"a request has {_MAX_BODY_BYTES} bytes at most", "too_large")
-        wanted = read_request(path, json.loads(body), rollout.session)
+        wanted = read_request(path, json.loads(body), rollout.recorder.tokenizer)
     except (*_UNREADABLE, ClientDisconnect) as error:
         raise Refused(400, f"this request cannot be read: {error}", "bad_request") from error
     digest = hashlib.blake2b(path.encode() + b"\n" + body).digest()
@@ -169,35 +168,34 @@ async def _complete(rollout: _Open, path: str, request: Request) -> Response:
             # The client is gone, but may retry and still want the reply.
             asking.add_done_callback(_mark_undelivered)
             return Response()
-        calls = asking.result()
-        for call in calls:
-            call.is_delivered = True
+        call = asking.result()
+        call.is_delivered = True
         answer, stream = FORMS[path]
         if wanted.body.get("stream"):
-            return Response(stream(wanted, calls), media_type="text/event-stream")
-        return JSONResponse(answer(wanted, calls))
+            return Response(stream(wanted, call), media_type="text/event-stream")
+        return JSONResponse(answer(wanted, call))
     finally:
         gone.cancel()
 
 
-def _mark_undelivered(asking: asyncio.Future[list[Call]]) -> None:
+def _mark_undelivered(asking: asyncio.Future[Call]) -> None:
     if not asking.cancelled() and asking.exception() is None:
-        for call in asking.result():
-            call.is_delivered = False
+        asking.result().is_delivered = False
 
 
-async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
-    """Sample a reply for each choice. Raises: Refused."""
+async def _ask(rollout: _Open, request: ModelRequest) -> Call:
+    """Sample a reply. Raises: Refused."""
     recorder = rollout.recorder
     if recorder.is_sealed:
         raise Refused(410, "this rollout is over", "gone")
-    limit, stop = request.max_tokens, request.stop
-    choices = [
-        recorder.ask(request.messages, request.tools, limit, is_one_call=request.is_one_call, stop=stop)
-        for _ in range(request.num_choices)
-    ]
     try:
-        calls = await asyncio.gather(*choices)
+        call = await recorder.ask(
+            request.messages,
+            request.tools,
+            request.max_tokens,
+            is_one_call=request.is_one_call,
+            stop=request.stop,
+        )
     except CallTooLong as error:
         raise Refused(400, str(error), "context_length_exceeded") from error
     except CallsUsedUp as error:
@@ -207,8 +205,8 @@ async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
         raise Refused(400, describe_error(error), "unsupported_value") from error
     except StropError as error:
         raise Refused(500, describe_error(error), "engine_error") from error
-    recorder.num_format_errors += sum(not request.is_met(call) for call in calls)
-    return calls
+    recorder.num_format_errors += not request.is_met(call)
+    return call
 
 
 async def _wait_for_disconnect(request: Request) -> None:

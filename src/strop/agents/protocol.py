@@ -10,7 +10,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from strop.environments.recording import Call
@@ -18,9 +18,8 @@ from strop.rollout import REASONING, FinishReason, Message
 from strop.tasks.graders import is_valid, read_schema
 from strop.tokenizer import Tokenizer
 
-_MAX_CHOICES = 128
-"""OpenAI's limit."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
     "logit_bias": (None, {}),
     "top_logprobs": (None, 0),
     "audio": (None,),
@@ -29,9 +28,10 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     # The forms of calls before `tools`.
     "functions": (None, []),
     "function_call": (None, "none"),
-    # Of responses: state that outlives the attempt.
+    # Of responses: state of a server.
     "background": (None, False),
     "truncation": (None, "disabled"),
+    "previous_response_id": (None,),
     **dict.fromkeys(("conversation", "prompt", "context_management"), (None, [])),
     # What servers offer beside OpenAI's API.
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), (None,)),
@@ -53,27 +53,17 @@ class Refused(Exception):
         self.code = code
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Session:
-    """What the requests of an attempt share."""
-
-    tokenizer: Tokenizer
-    responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """The conversation of each response by its id: with the reply, without instructions."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelRequest:
     """A program's request to the model."""
 
-    session: Session
+    tokenizer: Tokenizer
     body: Mapping[str, Any]
     """The request's JSON; answers repeat some of its fields."""
     messages: tuple[Message, ...]
     tools: tuple[str, ...]
     """Functions in the form of OpenAI's chat API, as JSON; none if the reply may call none."""
     max_tokens: int | None
-    num_choices: int
     stop: tuple[str, ...]
     """Texts that end a reply."""
     schema: Mapping[str, Any] | bool | None
@@ -103,10 +93,10 @@ class ModelRequest:
         return is_valid(value, self.schema)
 
 
-def read_request(path: str, body: Any, session: Session) -> ModelRequest:
+def read_request(path: str, body: Any, tokenizer: Tokenizer) -> ModelRequest:
     """Read a request. Raises: Refused; any error that a value of a wrong type raises."""
     _require_allowed(body, _ALLOWED)
-    chat = _to_chat(body, session) if path == "responses" else body
+    chat = _to_chat(body) if path == "responses" else body
     tools = chat.get("tools") or ()
     for tool in tools:
         _require_allowed(tool, {"type": (None, "function")})
@@ -115,22 +105,18 @@ def read_request(path: str, body: Any, session: Session) -> ModelRequest:
     messages = tuple(map(_read_message, chat["messages"]))
     if not messages:
         raise ValueError("there is no message")
-    num_choices = _read_number(chat, "n") or 1
-    if num_choices > _MAX_CHOICES:
-        raise ValueError(f"n is {num_choices}; allowed: 1 to {_MAX_CHOICES}")
     stop = chat.get("stop") or ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError("stop is no text, and no list of texts")
     return ModelRequest(
-        session=session,
+        tokenizer=tokenizer,
         body=body,
         messages=messages,
         tools=tuple(
             json.dumps(tool, ensure_ascii=False) for tool in tools if chat.get("tool_choice") != "none"
         ),
         max_tokens=_read_number(chat, "max_completion_tokens", "max_tokens", "max_output_tokens"),
-        num_choices=num_choices,
         stop=stops,
         is_one_call=body.get("parallel_tool_calls") is False,
         schema=_read_schema(chat.get("response_format") or {}),
@@ -149,7 +135,7 @@ def _require_allowed(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, .
     """Refuse fields of a request whose values are not allowed. Raises: Refused."""
     for name, values in allowed.items():
         if body.get(name) not in values:
-            listed = " or ".join(json.dumps(value) for value in values if value is not None)
+            listed = " or ".join(json.dumps(value) for value in values if value is not None) or "null"
             raise Refused(400, f"{name}={json.dumps(body[name]):.80}; allowed: {listed}", "unsupported_value")
 
 
@@ -192,14 +178,8 @@ def _read_forced_call(body: Mapping[str, Any], names: Collection[str]) -> str | 
     return str(name)
 
 
-def _to_chat(body: Mapping[str, Any], session: Session) -> dict[str, Any]:
+def _to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat request that a request of items means. Raises: as `read_request`."""
-    earlier: list[dict[str, Any]] = []
-    if (previous := body.get("previous_response_id")) is not None:
-        if previous not in session.responses:
-            message = f"there is no response {previous!r:.80} in this attempt; send the conversation as input"
-            raise Refused(400, message, "previous_response_not_found")
-        earlier = session.responses[previous]
     items = body["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -210,8 +190,10 @@ def _to_chat(body: Mapping[str, Any], session: Session) -> dict[str, Any]:
         _require_allowed(tool, {"type": ("function",)})
     keys = ("name", "description", "parameters", "strict")
     functions = [{key: tool[key] for key in keys if tool.get(key) is not None} for tool in tools]
+    instructions = body.get("instructions")
+    system = [] if instructions is None else [{"role": "system", "content": instructions}]
     return {
-        "messages": [*_list_instructions(body), *earlier, *_read_items(earlier, items)],
+        "messages": [*system, *_read_items(items)],
         "tools": [{"type": "function", "function": function} for function in functions],
         "tool_choice": body.get("tool_choice"),
         "max_output_tokens": body.get("max_output_tokens"),
@@ -219,15 +201,9 @@ def _to_chat(body: Mapping[str, Any], session: Session) -> dict[str, Any]:
     }
 
 
-def _list_instructions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    instructions = body.get("instructions")
-    return [] if instructions is None else [{"role": "system", "content": instructions}]
-
-
-def _read_items(earlier: Sequence[Mapping[str, Any]], items: Sequence[Any]) -> list[dict[str, Any]]:
+def _read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the messages of items. Successive reasoning, content and calls of the model are one message."""
-    calls = [call for message in earlier for call in message.get("tool_calls", ())]
-    names = {call["id"]: call["function"]["name"] for call in calls}
+    names: dict[str, str] = {}
     messages: list[dict[str, Any]] = []
     ranks = (REASONING, "content", "tool_calls")
     for item in items:
@@ -273,50 +249,45 @@ def _to_content(content: Any) -> Any:
     return [{**part, "type": "text"} if part["type"] in texts else part for part in content]
 
 
-def _answer_chat(request: ModelRequest, calls: Sequence[Call]) -> dict[str, Any]:
+def _answer_chat(request: ModelRequest, call: Call) -> dict[str, Any]:
     """Return a `chat.completion`."""
-    body, num_prompt = request.body, len(calls[0].prompt_ids)
-    num_replies = sum(len(call.reply.token_ids) for call in calls)
-    choices: list[dict[str, Any]] = []
-    for index, call in enumerate(calls):
-        spoken, message = call.spoken, call.said.to_json()
-        message |= {"content": None if spoken.calls and not spoken.content else spoken.content}
-        message |= {} if spoken.reasoning is None else {REASONING: spoken.reasoning}
-        logprobs = (
-            {"content": list_logprobs(request, call), "refusal": None} if body.get("logprobs") else None
-        )
-        choices.append({"index": index, "message": message, "logprobs": logprobs})
-        is_cut = call.reply.finish_reason is FinishReason.LENGTH
-        choices[-1]["finish_reason"] = "length" if is_cut else "tool_calls" if spoken.calls else "stop"
-        if body.get("return_token_ids"):
-            choices[-1]["token_ids"] = call.reply.token_ids.tolist()
-    prompt_ids = {"prompt_token_ids": calls[0].prompt_ids.tolist()} if body.get("return_token_ids") else {}
-    return {
+    body, spoken, message = request.body, call.spoken, call.said.to_json()
+    message |= {"content": None if spoken.calls and not spoken.content else spoken.content}
+    message |= {} if spoken.reasoning is None else {REASONING: spoken.reasoning}
+    is_cut = call.reply.finish_reason is FinishReason.LENGTH
+    logprobs = {"content": list_logprobs(request, call), "refusal": None} if body.get("logprobs") else None
+    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": logprobs}
+    choice["finish_reason"] = "length" if is_cut else "tool_calls" if spoken.calls else "stop"
+    num_prompt, num_reply = len(call.prompt_ids), len(call.reply.token_ids)
+    answer: dict[str, Any] = {
         "id": f"chatcmpl-{next(_numbers):08d}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": str(body.get("model", "policy")),
-        "choices": choices,
+        "choices": [choice],
         "usage": {
             "prompt_tokens": num_prompt,
-            "completion_tokens": num_replies,
-            "total_tokens": num_prompt + num_replies,
+            "completion_tokens": num_reply,
+            "total_tokens": num_prompt + num_reply,
         },
-        **prompt_ids,
     }
+    if body.get("return_token_ids"):
+        choice["token_ids"] = call.reply.token_ids.tolist()
+        answer["prompt_token_ids"] = call.prompt_ids.tolist()
+    return answer
 
 
-def _stream_chat(request: ModelRequest, calls: Sequence[Call]) -> str:
-    """Return `chat.completion.chunk`s: of each choice its message, and its end."""
-    answer = _answer_chat(request, calls)
-    usage, choices = answer.pop("usage"), answer.pop("choices")
-    chunks: list[dict[str, Any]] = []
-    for choice in choices:
-        delta = choice.pop("message")
-        for index, tool_call in enumerate(delta.get("tool_calls", ())):
-            tool_call["index"] = index
-        chunks.append({"choices": [{**choice, "delta": delta, "finish_reason": None}]})
-        chunks.append({"choices": [{**choice, "delta": {}, "logprobs": None}]})
+def _stream_chat(request: ModelRequest, call: Call) -> str:
+    """Return `chat.completion.chunk`s: the message, and its end."""
+    answer = _answer_chat(request, call)
+    usage, (choice,) = answer.pop("usage"), answer.pop("choices")
+    delta = choice.pop("message")
+    for index, tool_call in enumerate(delta.get("tool_calls", ())):
+        tool_call["index"] = index
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{**choice, "delta": delta, "finish_reason": None}]},
+        {"choices": [{**choice, "delta": {}, "logprobs": None}]},
+    ]
     if (request.body.get("stream_options") or {}).get("include_usage"):
         chunks.append({"choices": [], "usage": usage})
     head = answer | {"object": "chat.completion.chunk"}
@@ -327,19 +298,16 @@ def _stream_chat(request: ModelRequest, calls: Sequence[Call]) -> str:
 def list_logprobs(request: ModelRequest, call: Call) -> list[dict[str, Any]]:
     """Return the log-probability and the text of each sampled token."""
     assert call.reply.logprobs is not None
-    texts = [request.session.tokenizer.token_text(token_id) for token_id in call.reply.token_ids.tolist()]
+    texts = [request.tokenizer.token_text(token_id) for token_id in call.reply.token_ids.tolist()]
     return [
         {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
         for text, value in zip(texts, call.reply.logprobs.tolist(), strict=True)
     ]
 
 
-def _answer_response(request: ModelRequest, calls: Sequence[Call]) -> dict[str, Any]:
-    """Return a `response`, and keep its conversation."""
-    (call,), body, number = calls, request.body, f"{next(_numbers):08d}"
-    spoken = request.messages[len(_list_instructions(body)) :]
-    reply = replace(call.said, reasoning=call.spoken.reasoning)
-    request.session.responses[f"resp_{number}"] = [message.to_json() for message in (*spoken, reply)]
+def _answer_response(request: ModelRequest, call: Call) -> dict[str, Any]:
+    """Return a `response`."""
+    body, number = request.body, f"{next(_numbers):08d}"
     is_cut = call.reply.finish_reason is FinishReason.LENGTH
     num_prompt, num_reply = len(call.prompt_ids), len(call.reply.token_ids)
     return {
@@ -348,7 +316,6 @@ def _answer_response(request: ModelRequest, calls: Sequence[Call]) -> dict[str, 
         "created_at": time.time(),
         "model": str(body.get("model", "policy")),
         "parallel_tool_calls": not request.is_one_call,
-        "previous_response_id": body.get("previous_response_id"),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [*(body.get("tools") or ())],
         "status": "incomplete" if is_cut else "completed",
@@ -383,9 +350,9 @@ def _to_items(request: ModelRequest, call: Call, number: str) -> list[dict[str, 
     return [{**item, "status": "incomplete" if is_cut else "completed"} for item in items]
 
 
-def _stream_response(request: ModelRequest, calls: Sequence[Call]) -> str:
+def _stream_response(request: ModelRequest, call: Call) -> str:
     """Return the events of a response: its beginning, each item in pieces, and its end."""
-    response = _answer_response(request, calls)
+    response = _answer_response(request, call)
     begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     events: list[tuple[str, dict[str, Any]]] = [
         ("created", {"response": begun}),
@@ -426,8 +393,8 @@ def _to_pieces(item: Mapping[str, Any], place: dict[str, Any]) -> list[tuple[str
     ]
 
 
-FORMS: Mapping[str, tuple[Callable[[ModelRequest, Sequence[Call]], Any], ...]] = {
+FORMS: Mapping[str, tuple[Callable[[ModelRequest, Call], Any], ...]] = {
     "chat/completions": (_answer_chat, _stream_chat),
     "responses": (_answer_response, _stream_response),
 }
-"""What answers a request at a path, and as server-sent events; there is one call for each choice."""
+"""What answers a request at a path, and as server-sent events."""

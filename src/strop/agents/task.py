@@ -1,11 +1,10 @@
 """A task whose problems are solved by a user's program, which asks the model as often as it likes.
 
-A command is started once for each attempt, with the problem as JSON on its standard input (`{"messages",
-"fields"}`) and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment; its answer is its output.
+The command `task.agent` is started once for each attempt, with the problem as JSON on its standard input
+(`{"messages", "fields"}`) and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment; its answer
+is its output.
 `{prompt}` and `{folder}` in the command are replaced by the problem's text and an empty folder, which is also
-TMPDIR and is removed after the attempt. A function, `FILE.py:NAME`, is called in a separate process with
-those of `prompt`, `messages`, `folder`, `base_url`, `api_key`, `model` and the example's fields that it
-names; its answer is its return value. The task judges the answer as it judges a reply.
+TMPDIR and is removed after the attempt. The task judges the answer as it judges a reply.
 
 A command runs on this machine as this process's user. If attempts have a workspace, it runs in the attempt's
 sandbox instead, and its work is graded like that of the workspace's tools. There it runs as the user of the
@@ -21,15 +20,12 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from strop.agents import calling
 from strop.agents.face import Face, lease_face
 from strop.environments.contract import Environment
 from strop.environments.recording import Recorder
@@ -45,7 +41,6 @@ from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import without_tools
 from strop.tasks.task import TaskLimits, TaskWrapper
-from strop.user_code import CodeRef, hash_sources, inspect_function, is_code
 
 _MAX_ERROR_CHARS = 2000
 _MODEL = "policy"
@@ -58,10 +53,7 @@ class AgentTask(TaskWrapper):
     """A task whose problems a program solves."""
 
     def __init__(self, task: Task, spec: TaskSection) -> None:
-        """Check the program. A function's file is imported in a separate process.
-
-        Raises: ConfigError if the file has no such function, or the task's attempts cannot run the program.
-        """
+        """Check the program. Raises: ConfigError if the task's attempts cannot run it."""
         super().__init__(task)
         assert spec.agent is not None
         self.agent, self.limit_s, self.max_tokens = spec.agent, spec.agent_limit_s, spec.agent_tokens
@@ -69,11 +61,6 @@ class AgentTask(TaskWrapper):
         self.workspaces = task if isinstance(task, WorldTask) else None
         """The world, if the program works in the sandboxes of its attempts."""
         self._check_place(spec)
-        self._digest = self.agent
-        if is_code(self.agent):
-            ref = CodeRef.parse(self.agent)
-            inspect_function(ref)
-            self._digest = f"{ref.name} {hash_sources(ref.path)}"
 
     def _check_place(self, spec: TaskSection) -> None:
         """Refuse a program that the task's attempts cannot run. Raises: ConfigError."""
@@ -83,7 +70,6 @@ class AgentTask(TaskWrapper):
             "its environments have their own agents": not world and self._task.world,
             f"task.agent_paths={list(self.paths)}: it works in no sandbox": not world and self.paths,
             "its attempts consist of turns and have no workspace": world and not world.is_workspace,
-            "a function cannot be called in a sandbox": world and is_code(self.agent),
             "task.sandbox=remote: the model is not reached from there": world and place == "remote",
             f"task.mcp_servers={list(servers)}: a program works with its own tools": servers,
         }
@@ -91,15 +77,15 @@ class AgentTask(TaskWrapper):
         if fault:
             raise ConfigError(
                 f"task.agent={self.agent} for {self.name}: {fault}",
-                allowed="a program for a task of one reply; a command, and its paths, for an environment with"
-                " a workspace in sandboxes of this machine",
+                allowed="a command for a task of one reply; one with its paths for an environment with a"
+                " workspace in sandboxes of this machine",
                 next_step="remove task.agent, or correct the setting that does not go with it",
             )
 
     @property
     def version(self) -> str:
-        """A hash of the task's version and the program: a command's words or a function's sources."""
-        parts = [super().version, self._digest, self.limit_s, self.max_tokens]
+        """A hash of the task's version and the command's words."""
+        parts = [super().version, self.agent, self.limit_s, self.max_tokens]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @property
@@ -153,12 +139,7 @@ class AgentEnvironment(Answered, Conducted):
             stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             face = await stack.enter_async_context(lease_face())
             access = _access(*await stack.enter_async_context(face.open(recorder))) | {"TMPDIR": folder}
-            if is_code(self._task.agent):
-                ref = CodeRef.parse(self._task.agent)
-                words = [sys.executable, "-m", calling.__name__]
-                problem |= {"place": ref.place, "name": ref.name, "prompt": _to_prompt(self._messages)}
-            else:
-                words = _to_words(self._task.agent, folder, self._messages)
+            words = _to_words(self._task.agent, folder, self._messages)
             answer = await _run(words, problem, access, self._task.limit_s)
         if answer is None:
             recorder.is_late = True
@@ -189,8 +170,7 @@ class WorkspaceAttempt(PlayedWorld):
     def _make_own(self) -> Workspace:
         assert self._face is not None
         workspace: Workspace = super()._make_own()
-        guest = Guest(endpoint=urlsplit(self._face.url).netloc, paths=self._agent.paths)
-        workspace.place = replace(workspace.place, guest=guest)
+        workspace.guest = Guest(endpoint=urlsplit(self._face.url).netloc, paths=self._agent.paths)
         return workspace
 
     async def act(self, recorder: Recorder) -> None:
@@ -233,12 +213,8 @@ def _to_problem(example: Example, messages: tuple[Message, ...]) -> dict[str, ob
     return {"messages": [message.to_json() for message in messages], "fields": dict(example.fields)}
 
 
-def _to_prompt(messages: tuple[Message, ...]) -> str:
-    return "\n\n".join(message.text for message in messages)
-
-
 def _to_words(command: str, folder: str, messages: tuple[Message, ...]) -> list[str]:
-    prompt = _to_prompt(messages)
+    prompt = "\n\n".join(message.text for message in messages)
     return [word.replace("{folder}", folder).replace("{prompt}", prompt) for word in shlex.split(command)]
 
 

@@ -1,4 +1,4 @@
-"""Environments of the package verifiers, run by the package in a separate process and environment (`guests`).
+"""Environments of the package verifiers, run by the package in a separate process and environment.
 
 Its agents ask the model through the face of a rollout, which records their calls as exact ids.
 """
@@ -156,7 +156,7 @@ class VerifiersTask(Task):
     @cached_property
     def _all(self) -> tuple[Example, ...]:
         number = self.spec.num_held_out
-        rows: list[dict[str, Any]] = self.guest().ask("tasks", number=number + self.spec.num_train)
+        rows = self.guest().list_tasks(number + self.spec.num_train)
         if len(rows) <= number:
             raise DataError(
                 f"taskset {self.spec.taskset} has {len(rows)} tasks, and {number} are held out",
@@ -186,7 +186,7 @@ class VerifiersTask(Task):
     async def verify(self, example: Example, text: str) -> Outcome:
         """Play an episode without a model; `TURN` separates the replies in the text."""
         require_whole(self.name, example)
-        episode = await self.guest().do("play", data=example.fields["task"], replies=text.split(TURN))
+        episode = await self.guest().play("replay", example.fields["task"], text.split(TURN))
         return to_outcome(episode, self.limits)
 
     def make_environment(self, judge: Judge | None = None) -> VerifiersEnvironment:
@@ -223,16 +223,14 @@ class VerifiersEnvironment(Conducted):
             try:
                 async with asyncio.timeout(limit_s):
                     data = self._example.fields["task"]
-                    episode = await guest.do("run", data=data, base_url=base_url, key=key)
+                    episode = await guest.play("run", data, base_url, key)
             except TimeoutError as error:
                 detail = f"the episode was not over after {limit_s:g} s"
                 raise AttemptFailed(FailureOwner.TASK, "episode_timeout", detail) from error
         self._outcome = to_outcome(episode, task.limits)
 
     async def score(self) -> Outcome:
-        """Return the package's outcome of the episode. Raises: DataError before `reset`."""
-        if self._example is None:
-            raise DataError(f"{self._task.name}: score before reset")
+        """Return the package's outcome of the episode."""
         return self._outcome or Outcome.lost(FailureOwner.TASK, "no_episode", "verifiers scored no episode")
 
 

@@ -248,28 +248,3 @@ def play(
     output.give(f"score: {reward}{right}{metrics}")
     if outcome.failure is not None:
         raise typer.Exit(EXIT_FAILED)
-
-
-@environment_commands.command("export")
-def export(
-    context: typer.Context,
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar=f"{_TARGET} [key=value ...] DIR",
-            help="The environment or task, its settings, and the folder of the package; its name is the"
-            " taskset's id.",
-        ),
-    ],
-) -> None:
-    """Write an environment as a package of verifiers v1: a taskset that strop plays."""
-    from strop.environments.export.writing import write_package
-    from strop.run.tasks import follow_task
-
-    output: Output = context.obj
-    if len(words) < 2 or "=" in words[-1]:
-        raise typer.BadParameter("the last word is the folder of the package")
-    folder = Path(words[-1])
-    name = write_package(context.with_resource(follow_task(words[0], words[1:-1])), folder)
-    output.give(f"wrote {folder}")
-    output.give(f"next: pip install {folder}, where verifiers is, and vf-eval {name}")

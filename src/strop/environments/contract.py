@@ -81,7 +81,7 @@ class Environment:
         raise NotImplementedError
 
     async def step(self, action: Action) -> StepResult:
-        """Take one reply, also the last one before a limit. Raises: DataError if that is not its turn."""
+        """Take one reply, also the last one before a limit."""
         raise NotImplementedError
 
     async def act(self, recorder: Recorder) -> None:
@@ -89,7 +89,7 @@ class Environment:
         raise NotImplementedError
 
     async def score(self) -> Outcome:
-        """Judge the attempt, also without any step, or after a limit. Raises: DataError before `reset`."""
+        """Judge the attempt, also without any step, or after a limit."""
         raise NotImplementedError
 
     async def close(self) -> None:

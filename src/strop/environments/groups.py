@@ -17,7 +17,6 @@ from strop.environments.contract import Environment
 from strop.environments.extending import PromptCache
 from strop.environments.rollout import Attempt, RolloutPlan
 from strop.environments.single_turn import Answered
-from strop.errors import DataError
 from strop.rollout import FailureOwner, Group, Outcome, Rollout
 from strop.tasks.failures import catch_failure
 from strop.tokenizer import Tokenizer
@@ -41,14 +40,10 @@ async def run_group(
     """Attempt one example several times concurrently; the prompt is rendered and encoded once.
 
     The rollouts are in the order of the plans. For a task, `make_environment` is `choose_environment(task)`.
-    Raises: DataError if there is no plan or the plans differ in example or prompt format; else like
-        `run_rollout`, after the other rollouts were cancelled.
+    The plans have one example and one prompt format.
+    Raises: like `run_rollout`, after the other rollouts were cancelled.
     """
-    if len({(plan.example.example_id, str(plan.prompt_format)) for plan in plans}) != 1:
-        num_examples = len({plan.example.example_id for plan in plans})
-        raise DataError(
-            f"a group of {len(plans)} plans for {num_examples} different examples or prompt formats"
-        )
+    assert len({(plan.example.example_id, str(plan.prompt_format)) for plan in plans}) == 1
     prompts = PromptCache(tokenizer, plans[0].prompt_format)
     answered: dict[int, Answered] = {}
 

@@ -2,8 +2,8 @@
 
 It reads schemas up to 1.4, for single-step tasks of one container. A directory that needs an unsupported
 feature is refused by the feature's name; no setting is silently ignored.
-Tests run in the model's container after its programs have ended (metric `unsealed`: it may have changed what
-they call), or in a fresh one if the task says so. The model never has `tests/` or `solution/`.
+Tests run in the model's container after its programs have ended, as Harbor's do (metric `unsealed`: it may
+have changed what they call). The model never has `tests/` or `solution/`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import override
 
 from strop.environments.workspace import FILE_ERRORS, Workspace, room_limits, submitted
@@ -43,13 +43,9 @@ from strop.tasks.task import TaskLimits
 
 _CONFIG = "task.toml"
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
-_Path = Annotated[
-    str, Field(pattern="^/"), BeforeValidator(lambda one: one["source"] if isinstance(one, dict) else one)
-]
 _Variables = dict[str, Annotated[str, Field(pattern=r"^([^$]|\$+[^${])*\$*$")]]
 """None names a variable of this machine (`${NAME}`), which no sandbox gets."""
 _LOGS = "/logs/verifier"
-_ARTIFACTS = "/logs/artifacts"
 _REWARD_BYTES = 64 * 1024
 _CLEAR_LIMIT_S = 60.0
 _PULL_LIMIT_S = 1800.0
@@ -164,11 +160,9 @@ class Harbor(Workspace):
     @override
     async def reset(self, example: Example, seed: int) -> str:
         task = self._task = self._task_of(example)
-        limit_s = min(self.place.command_limit_s, task.config.agent.timeout_sec)
-        self.place = replace(self.place, command_limit_s=limit_s)
-        self._image = await asyncio.to_thread(find_image, task, self.place.backend)
+        self.command_limit_s = min(self.command_limit_s, task.config.agent.timeout_sec)
+        self._image = await asyncio.to_thread(find_image, task, self.backend)
         self.folder = task.config.environment.workdir or self._image.workdir
-        self.carried = (*task.config.artifacts, _ARTIFACTS) if task.is_separate else ()
         return str(await super().reset(example, seed))
 
     @override
@@ -178,7 +172,7 @@ class Harbor(Workspace):
     @override
     async def grade(self, sandbox: ServedSandbox) -> Outcome:
         rewards = await self._test(sandbox)
-        metrics = {} if self._task.is_separate else {"unsealed": 1.0}
+        metrics = {"unsealed": 1.0}
         if rewards is None:
             async with self._open_grader() as untouched:
                 await self._order(untouched, _PREPARE, kind="bad_image", cwd="/")
@@ -196,7 +190,7 @@ class Harbor(Workspace):
 
     @override
     async def _judge_work(self) -> Any:
-        return await (super()._judge_work() if self._task.is_separate else self.grade(self.sandbox))
+        return await self.grade(self.sandbox)
 
     async def _test(self, sandbox: ServedSandbox) -> dict[str, float] | None:
         """Upload and run the tests; return their rewards, or None if they write none."""
@@ -307,7 +301,7 @@ class _Agent(_Table):
 class _Verifier(_Table):
     timeout_sec: float = Field(default=600.0, gt=0.0)
     env: _Variables = {}
-    environment_mode: Literal["shared", "separate"] = "shared"
+    environment_mode: Literal["shared"] = "shared"
 
 
 class _Environment(_Table):
@@ -349,7 +343,8 @@ class _Config(_Table):
     verifier: _Verifier = _Verifier()
     environment: _Environment = _Environment()
     solution: _Solution = _Solution()
-    artifacts: tuple[_Path, ...] = ()
+    artifacts: list[Any] = []
+    """What Harbor copies out of a container for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,11 +357,6 @@ class HarborTask:
     instruction: str
     digest: str
     """Hash over every file of the directory."""
-
-    @property
-    def is_separate(self) -> bool:
-        """Whether tests run in a fresh container, which gets only the `artifacts`."""
-        return self.config.verifier.environment_mode == "separate"
 
 
 def list_directories(root: Path, wanted: tuple[str, ...]) -> dict[str, HarborTask]:

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,6 @@ class McpServer:
         """`name` is a command or a URL; `limit_s` limits each request."""
         self._name = name
         self._limit_s = limit_s
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed with the server)
         self._session: asyncio.Task[None] | None = None
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._left = asyncio.Event()
@@ -71,7 +69,6 @@ class McpServer:
         self._left.set()
         if self._session is not None:
             await asyncio.gather(self._session, return_exceptions=True)
-        self._errors.close()
 
     async def _ask(self, method: str, **arguments: Any) -> Any:
         """Call a method of the client, whose session begins with the first. Raises: AttemptFailed."""
@@ -91,7 +88,7 @@ class McpServer:
         except TimeoutError as error:
             kind, why, cause = "tool_timeout", f"no answer after {self._limit_s:g} s", error
         except (MCPError, OSError, ValueError, RuntimeError, ExceptionGroup) as error:
-            kind, why, cause = "mcp_server", f"{_cause_of(error)!r}; {self._last_words()}", error
+            kind, why, cause = "mcp_server", repr(error), error
         raise AttemptFailed(FailureOwner.TASK, kind, f"the MCP server {self._name!r:.200}: {why}") from cause
 
     async def _hold(self) -> None:
@@ -102,20 +99,12 @@ class McpServer:
             command, *words = shlex.split(self._name)
             env = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
             parameters = StdioServerParameters(command=command, args=words, env=env)
-            server = stdio_client(parameters, errlog=self._errors)
+            # What it says of errors joins this process's own errors.
+            server = stdio_client(parameters)
         # Not by asking first which protocol is newest: simple servers know the handshake alone.
         async with Client(server, mode="legacy") as client:
             self._client.set_result(client)
             await self._left.wait()
-
-    def _last_words(self) -> str:
-        """Return the last line of a command's errors: older ones are its log, or where an error came from."""
-        self._errors.seek(0)
-        return (self._errors.read().strip().splitlines() or ["without a word"])[-1]
-
-
-def _cause_of(error: BaseException) -> BaseException:
-    return _cause_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def find_served_tools(servers: Sequence[str], limit_s: float) -> dict[str, tuple[str, str]]:

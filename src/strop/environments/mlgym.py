@@ -1,4 +1,4 @@
-"""Tasks of a user's MLGym checkout as workspaces, graded twice in fresh sandboxes.
+"""Tasks of a user's MLGym checkout as workspaces, graded in a fresh sandbox.
 
 The checkout is read by its configuration files; nothing in it is imported or written.
 
@@ -51,12 +51,7 @@ class MlgymSpec(RoomSettings, NumberedSection):
         description="Folder of a checkout of MLGym. Nothing in it is changed.",
         json_schema_extra=expert("a checkout may lie anywhere"),
     )
-    tasks: tuple[str, ...] = Field(
-        default=(),
-        strict=False,
-        description="Ids of its tasks. Empty = all that can be graded fairly and whose files are there.",
-        json_schema_extra=expert("a run may be about one of them"),
-    )
+    tasks: tuple[str, ...] = Field(min_length=1, strict=False, description="Ids of its tasks.")
     image: str | None = Field(
         default=None,
         min_length=1,
@@ -70,12 +65,11 @@ class Mlgym(Workspace):
     """The reward is the share of the way from the task's baseline to its ceiling, from -1 to 1.
 
     Without a ceiling it is the gain as a share of the baseline. An artefact that cannot be graded earns -1. A
-    value beyond the ceiling, or two gradings that differ by more than a twentieth of the way, is a failure of
-    the task.
+    value beyond the ceiling is a failure of the task.
     """
 
     name = "mlgym"
-    version = "mlgym-3"
+    version = "mlgym-4"
     max_turns = 50
     floor = -1.0
     limits = TaskLimits(max_reply_tokens=4096, max_reward=1.0, min_reward=-1.0, max_goldless_frac=1.0)
@@ -108,15 +102,14 @@ class Mlgym(Workspace):
     @override
     async def prepare(self, example: Example, seed: int) -> None:
         task = self._task_of(example)
-        limit_s = min(self.place.command_limit_s, task.limit_s)
-        self.place, self.carried = replace(self.place, command_limit_s=limit_s), (task.artefact,)
+        self.command_limit_s, self.carried = min(self.command_limit_s, task.limit_s), (task.artefact,)
         shown = {name: path for name, path in task.files.items() if name not in task.secret}
         await _bring(self.sandbox, shown)
 
     async def validate(self) -> str:
         """Say whether what is there can be graded."""
         task = self._task_of(self.example)
-        found, _ = await self._measure(replace(task, limit_s=self.place.command_limit_s))
+        found, _ = await self._measure(replace(task, limit_s=self.command_limit_s))
         return f"{task.artefact} {'cannot' if found is None else 'can'} be graded."
 
     def _python(self, sandbox: ServedSandbox) -> tuple[str, ...]:
@@ -125,17 +118,13 @@ class Mlgym(Workspace):
     @override
     async def _judge_work(self) -> Outcome:
         task = self._task_of(self.example)
-        gradings = [(await self._measure(task))[0] or {} for _ in range(2)]
-        values = [one for grading in gradings if isinstance(one := grading.get(task.metric), int | float)]
-        if len(values) < 2:
+        found, _ = await self._measure(task)
+        value = (found or {}).get(task.metric)
+        if not isinstance(value, int | float):
             await self._require_grader(task)
             return Outcome(parts={"improvement": -1.0}, is_correct=False, metrics={"not_graded": 1.0})
-        if abs(values[0] - values[1]) > _NOISE * task.way:
-            detail = f"two gradings of {task.task_id} say {values[0]:g} and {values[1]:g}"
-            raise AttemptFailed(FailureOwner.TASK, "unstable", detail)
         # Above 1, where a value is beyond the ceiling, it is a failure of the task.
-        value = sum(values) / 2
-        reward, metrics = task.normalise(value), {"metric": value}
+        reward, metrics = task.normalise(value), {"metric": float(value)}
         return Outcome(parts={"improvement": reward}, is_correct=reward > 0.0, metrics=metrics)
 
     async def _require_grader(self, task: MlgymTask) -> None:
@@ -244,10 +233,9 @@ class MlgymTask:
 
 
 def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
-    """Read tasks of a checkout by id: the `wanted` ones, or all that can be graded fairly and are whole.
+    """Read tasks of a checkout by id.
 
-    Raises: ConfigError if there is none, or a wanted one is missing; DataError for a wanted one that is not
-        whole, or cannot be graded fairly.
+    Raises: ConfigError if one is missing; DataError for one that is not whole, or cannot be graded fairly.
     """
     import yaml
 
@@ -255,24 +243,19 @@ def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
     tasks: dict[str, MlgymTask] = {}
     for path in sorted(folder.glob("*.yaml")):
         config = yaml.safe_load(path.read_text("utf-8")) or {}
-        if wanted and not {str(config.get("id")), path.stem} & set(wanted):
-            continue
-        try:
-            tasks[str(config["id"])] = _read_task(root, path, config, is_wanted=bool(wanted))
-        except DataError:
-            if wanted:
-                raise
-    if len(wanted) > len(tasks) or not tasks:
+        if {str(config.get("id")), path.stem} & set(wanted):
+            tasks[str(config["id"])] = _read_task(root, path, config)
+    if len(wanted) > len(tasks):
         names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
         raise ConfigError(
-            f"task.tasks={list(wanted)}, of which {len(tasks)} can be graded in {folder}",
+            f"task.tasks={list(wanted)}, of which {len(tasks)} are in {folder}",
             allowed=f"a checkout of MLGym, with configs/tasks/*.yaml, and ids of its tasks; files: {names}",
-            next_step="correct task.root or the names; one that is named says what it lacks",
+            next_step="correct task.root or the names",
         )
     return tasks
 
 
-def _read_task(root: Path, path: Path, config: Mapping[str, Any], *, is_wanted: bool) -> MlgymTask:
+def _read_task(root: Path, path: Path, config: Mapping[str, Any]) -> MlgymTask:
     import yaml
 
     kind = str(config.get("task_entrypoint"))
@@ -289,10 +272,9 @@ def _read_task(root: Path, path: Path, config: Mapping[str, Any], *, is_wanted: 
             raise _malformed(path, f"its data set {name} is not there")
         data = yaml.safe_load(source.read_text("utf-8")) or {}
         documents += f"{str(data.get('name')).upper()}:\n{data.get('description')}\n\n"
+        # Otherwise the image may have it.
         if data.get("is_local"):
             files |= _files_of(root, data["data_path"], "data", path)
-        elif not is_wanted:  # Then the image may have it.
-            raise _malformed(path, f"its data set {name} is elsewhere")
     evaluation = next(iter(config.get("evaluation_paths") or ()), None)
     if evaluation not in files:
         raise _malformed(path, f"evaluation_paths {evaluation!r} is not among its starter_code")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from strop.environments.contract import Action, Environment, StepResult
-from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome
 from strop.tasks import Task
 from strop.tasks.judging import Judge
@@ -27,8 +26,7 @@ class Answered(Environment):
 
     async def score(self) -> Outcome:
         """Judge the answer; a score outside the task's limits is the task's failure."""
-        if self._example is None:
-            raise DataError(f"{self._task.name}: score called before reset")
+        assert self._example is not None
         return await self.judge_answer(self._example, self.answer)
 
     async def judge_answer(self, example: Example, answer: str) -> Outcome:
@@ -67,9 +65,8 @@ class SingleTurn(Answered):
 
     async def step(self, action: Action) -> StepResult:
         """Keep the reply, and end the attempt."""
-        if self._example is None or self._is_over:
-            when = "before reset" if self._example is None else "after its end"
-            raise DataError(f"{self._task.name}: step called {when}")
+        assert self._example is not None
+        assert not self._is_over
         self._is_over, self.answer = True, action.text
         return StepResult(messages=(), done=True)
 

@@ -94,21 +94,14 @@ class Guest:
         return replace(spec, network=network, mounts=tuple(mounts.values()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """The run file's settings of an attempt's sandboxes."""
-
-    backend: str = "auto"
-    min_level: IsolationLevel = IsolationLevel.NAMESPACE
-    command_limit_s: float = 60.0
-    """Limit of one command's wall time."""
-    guest: Guest | None = None
-
-
 class Workspace:
     """One attempt in a sandbox; see the module. Subclasses define examples, `opening` and `grade`."""
 
-    place = Place()
+    backend: str = "auto"
+    min_level = IsolationLevel.NAMESPACE
+    command_limit_s: float = 60.0
+    """Limit of one command's wall time; it and the two before are settings of the run file."""
+    guest: Guest | None = None
     spare_limit_s = 30.0
     """Time of a tool beyond the limit of a command; a sandbox that is silent for longer is lost."""
     floor: float = 0.0
@@ -153,7 +146,7 @@ class Workspace:
     async def reset(self, example: Example, seed: int) -> Any:
         """Make and prepare the sandbox, and open the attempt. Raises: SandboxRefused, SandboxLost."""
         self.example = example
-        self.sandbox, self._is_open = await self._create(self.sandbox_for(example), self.place.guest), True
+        self.sandbox, self._is_open = await self._create(self.sandbox_for(example), self.guest), True
         await self.prepare(example, seed)
         self._shell = await self._open_shell()
         return self.opening(example, seed)
@@ -163,7 +156,7 @@ class Workspace:
         if "\0" in command:
             raise ToolError("a command has no NUL")
         self._shell = self._shell or await self._open_shell()
-        limit_s = self.place.command_limit_s
+        limit_s = self.command_limit_s
         result = await self._shell.run(command, wall_limit_s=limit_s)
         notes = [_ENDS[result.kind]] if result.kind in _ENDS else []
         if result.timed_out:
@@ -204,7 +197,7 @@ class Workspace:
         result = await self.sandbox.exec(
             ["sh", "-c", 'cat > "$1"', "sh", place],
             stdin=data.replace(old_bytes, new.encode()),
-            wall_limit_s=self.place.command_limit_s,
+            wall_limit_s=self.command_limit_s,
         )
         if result.exit_code:
             raise ToolError(result.stderr.decode(errors="replace"))
@@ -305,13 +298,13 @@ class Workspace:
         # Imported here: most environments have no sandbox.
         from strop.sandbox.choose import choose_backend
 
-        backend = await choose_backend(self.place.backend, self.place.min_level)
+        backend = await choose_backend(self.backend, self.min_level)
         spec = spec if guest is None else guest.let_in(spec, backend.name)
         gpus = spec.gpus
         # These two give none.
         if not gpus and backend.name not in ("process", "remote"):
             gpus = parse_visible_devices(os.environ.get(ENV_DEVICES, ""), ENV_DEVICES).ids
-        return await backend.create(replace(spec, min_level=self.place.min_level, gpus=gpus))
+        return await backend.create(replace(spec, min_level=self.min_level, gpus=gpus))
 
     async def _open_shell(self) -> Shell:
         shell = await self.sandbox.open_shell(cwd=self.folder)

@@ -38,7 +38,7 @@ from strop.environments.tools import (
     run_here,
     to_text,
 )
-from strop.environments.workspace import Place, Workspace
+from strop.environments.workspace import Workspace
 from strop.errors import ConfigError, DataError, SandboxError
 from strop.rollout import Example, FailureOwner, FinishReason, Message, Outcome, Split, ToolCall, make_example
 from strop.sandbox.contract import IsolationLevel
@@ -271,8 +271,9 @@ class PlayedWorld(Environment):
 
     @override
     async def step(self, action: Action) -> StepResult:
-        if self._own is None or self._is_over or self._num_turns == self.max_turns:
-            raise DataError(f"{self._task.name}: step before reset, or after the attempt's end")
+        assert self._own is not None
+        assert not self._is_over
+        assert self._num_turns < self.max_turns
         self._num_turns += 1
         self._has_replied |= bool(action.text.strip())
         spoken = self._read(action)
@@ -294,8 +295,7 @@ class PlayedWorld(Environment):
 
     @override
     async def score(self) -> Outcome:
-        if self._own is None:
-            raise DataError(f"{self._task.name}: score before reset")
+        assert self._own is not None
         outcome = self._task.to_outcome(await finished(self._own.score()))
         metrics = dict(outcome.metrics)
         if self._task.tools and not self.is_conducted:
@@ -322,8 +322,8 @@ class PlayedWorld(Environment):
         if isinstance(own, Workspace):
             # Its section has sandbox settings.
             section: Any = self._section
-            level, limit_s = IsolationLevel[section.min_isolation.upper()], section.tool_limit_s
-            own.place = Place(backend=section.sandbox, min_level=level, command_limit_s=limit_s)
+            own.backend, own.command_limit_s = section.sandbox, section.tool_limit_s
+            own.min_level = IsolationLevel[section.min_isolation.upper()]
         return own
 
     def _read(self, action: Action) -> Spoken:

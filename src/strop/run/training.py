@@ -317,7 +317,6 @@ async def _train(
     with importing():
         from strop.cluster.contract import build_placement, with_frozen
         from strop.cluster.servers import JudgeRoles, RuntimeRole, guard
-        from strop.environments.guests.guest import log_guests
         from strop.train.loop import TrainInput, TrainLoop
 
     spec, task = parts.spec, parts.task
@@ -332,7 +331,6 @@ async def _train(
     runtime = RuntimeRole(spec.runtime, run_dir.path, servers_dir)
     placement = build_placement(spec, source, run_dir.path / "roles")
     judge = Judge(task, task_builder(spec.task))
-    log_guests(run_dir.path / "latest" / "environments.log")
     try:
         # Before the placement: its processes inherit the addresses of these servers.
         await runtime.start()

@@ -407,7 +407,6 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[..., bool]] = {
     ("task", "name"): is_code,
     ("task", "source"): is_data_path,
     ("task", "reward"): is_code,
-    ("task", "agent"): is_code,
     ("task", "judge_model"): _is_model_path,
     ("task", "order_file"): _is_no_address,
     ("task", "salt_file"): _is_any_text,

@@ -26,7 +26,7 @@ from strop.spec.built_in import built_in_tasks, import_section
 from strop.spec.display import NULL_WORD
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.template import list_names, refuse_malformed
-from strop.user_code import CodeRef, InspectedTask, find_task, inspect_task, is_code
+from strop.user_code import CodeRef, InspectedTask, find_task, inspect_task
 
 PROMPTING = ("system_prompt", "prompt_template", "stop")
 """The settings that ask a model, or end its reply, otherwise than the task does by itself."""
@@ -112,10 +112,9 @@ class TaskSection(Section):
     agent: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
-        description="Program that solves the problems and may call the model over OpenAI's protocol any"
-        " number of times: a function as FILE.py:NAME, or a command line. Its answer is judged like a reply;"
-        " a command works in the attempt's workspace if there is one. none = no program: the model replies"
-        " directly.",
+        description="Command of a program that solves the problems and may call the model over OpenAI's"
+        " protocol any number of times. Its answer is judged like a reply; it works in the attempt's"
+        " workspace if there is one. none = no program: the model replies directly.",
         json_schema_extra=expert("existing agents can be trained unmodified"),
     )
     agent_limit_s: Unhashed[float] = Field(
@@ -142,8 +141,8 @@ class TaskSection(Section):
 
     @property
     def user_code(self) -> list[CodeRef]:
-        """The user's code that the task, or its agent program, consists of."""
-        return [CodeRef.parse(self.agent)] if self.agent is not None and is_code(self.agent) else []
+        """The user's code that the task consists of."""
+        return []
 
     @property
     def judges_by_data(self) -> bool:

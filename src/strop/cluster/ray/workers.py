@@ -130,14 +130,12 @@ class RolloutWorker(RayRole):
         Raises: StropError from building the task; OSError if `work_dir` cannot be written.
         """
         from strop.engine.remote import RemoteEngine
-        from strop.environments.guests.guest import log_guests
         from strop.tasks.judging import Judge
         from strop.tokenizer import Tokenizer
 
         if endpoints:
             self._keys_dir = work_dir
             hand_over(work_dir, endpoints)
-        log_guests(Path(self._start.log_path).with_suffix(".environments.log"))
         self._task = make_task()
         self._judge = Judge(self._task, make_task)
         self._engine = RemoteEngine(

@@ -1,1 +1,1 @@
-"""Environments of other packages, each played in a process of its own Python, which serves all attempts."""
+"""Environments of the package verifiers, played in a process of its own Python, which serves all attempts."""

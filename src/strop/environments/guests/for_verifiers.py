@@ -1,4 +1,7 @@
-"""Environments of verifiers, served by `host.py`. Tried with verifiers 0.4.0, and with 0.3.1 for older ones.
+"""Environments of verifiers: `PYTHON for_verifiers.py SOCKET`, which `guest` starts and asks.
+
+Tried with verifiers 0.4.0, and with 0.3.1 for older ones. The first line on standard input holds the
+arguments of `start`; the process ends with its input. Imports nothing of strop: this Python does not have it.
 
 Every agent of an environment calls the model of strop's rollout. Its program is a message loop in this
 process, unless the settings name a harness of the package. Programs run on this machine (verifiers' runtime
@@ -7,11 +10,13 @@ process, unless the settings name a harness of the package. Programs run on this
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+import traceback
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -70,10 +75,22 @@ class Guest:
         finally:
             del os.environ[variable]
 
-    async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
+    async def replay(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
         """Play an episode with fixed replies, repeating the last one."""
-        async with _serve_replies(replies) as base_url:
-            return await self.run(data, base_url, "none")
+        left, last = iter(replies), ""
+
+        async def answer(request: web.Request) -> web.Response:
+            nonlocal last
+            last = next(left, last)
+            message = {"role": "assistant", "content": last}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            head = {"id": "given", "object": "chat.completion", "created": 0, "model": "policy"}
+            return web.json_response({**head, "choices": [choice], "usage": usage})
+
+        async with _serve("/v1/chat/completions", answer) as runner:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            return await self.run(data, f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "none")
 
     async def _run(self, data: dict[str, Any], base_url: str, variable: str) -> dict[str, Any]:
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
@@ -160,25 +177,51 @@ def _describe_older(error: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _serve_replies(replies: list[str]) -> AsyncIterator[str]:
-    """Serve a model that answers with `replies`, repeating the last one; yield its base URL."""
-    left, last = iter(replies), ""
-
-    async def answer(request: web.Request) -> web.Response:
-        nonlocal last
-        last = next(left, last)
-        message = {"role": "assistant", "content": last}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        head = {"id": "given", "object": "chat.completion", "created": 0, "model": "policy"}
-        return web.json_response({**head, "choices": [choice], "usage": usage})
-
+async def _serve(path: str, answer: Any) -> AsyncIterator[web.AppRunner]:
+    """Answer requests to a path, on sites that the caller opens; who leaves cancels the answer."""
     app = web.Application(client_max_size=1 << 28)
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
+    app.router.add_post(path, answer)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield runner
     finally:
         await runner.cleanup()
+
+
+async def _told(work: Awaitable[Any]) -> bytes:
+    """Return what comes of a call, as JSON: what was found, or the error."""
+    try:
+        reply = {"found": await work}
+    except (Exception, SystemExit) as error:  # boundary: a guest's package
+        traceback.print_exc()
+        reply = {"error": f"{type(error).__name__}: {error}"}
+    return json.dumps(reply).encode()
+
+
+async def main() -> None:
+    """Load an environment, and serve its methods until the input ends."""
+    # Packages must not import this folder's files, and their output must not mix with the answer.
+    sys.path.pop(0)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    made: list[Guest] = []
+
+    async def begin() -> None:
+        made.append(await start(**json.loads(sys.stdin.readline())))
+
+    async def answer(request: web.Request) -> web.Response:
+        work = getattr(made[0], request.match_info["do"])(*await request.json())
+        return web.Response(body=await _told(work), content_type="application/json")
+
+    async with _serve("/{do}", answer) as runner:
+        await web.UnixSite(runner, sys.argv[1]).start()
+        answers.write(await _told(begin()) + b"\n")
+        answers.flush()
+        await asyncio.to_thread(sys.stdin.read)
+        # The parent is gone: an orderly end has no reader.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

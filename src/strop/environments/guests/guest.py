@@ -1,77 +1,108 @@
-"""The processes in which other packages play their environments; equal settings share one."""
+"""The processes in which verifiers plays its environments (`for_verifiers`); equal settings share one.
+
+A request is a POST of JSON on the process's Unix socket; a broken connection cancels it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
+import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from strop.environments.guests.process import Process
+import httpx
+
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner
 from strop.tasks.failures import AttemptFailed
 
-_HOST = Path(__file__).with_name("host.py")
+_SCRIPT = Path(__file__).with_name("for_verifiers.py")
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE")
 """Environment variables that a guest inherits: none of the run's keys."""
 _START_S = 300.0
 """Limit of a package's import; on a busy machine some take half a minute."""
-_log_path: Path | None = None
 _starting = threading.Lock()
-_running: dict[tuple[Path, str], Guest] = {}
+running: dict[tuple[Path, str], Guest] = {}
+"""The guests of this process, by their Python and settings."""
 
 
-def log_guests(path: Path) -> None:
-    """Append what guests print from now on to a file; without one it goes to standard error."""
-    global _log_path  # noqa: PLW0603  (one log for each process)
-    _log_path = path
+class Guest:
+    """A process that plays environments; usable from any thread and event loop, until this process ends."""
 
+    def __init__(self, python: Path, settings: str) -> None:
+        """Start it. Raises: RuntimeError with its error; OSError if it ends, or has not begun in time."""
+        self._folder = tempfile.TemporaryDirectory(prefix="strop-guest-")
+        self._socket = f"{self._folder.name}/socket"
+        env = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        argv, pipe = [str(python), str(_SCRIPT), self._socket], subprocess.PIPE
+        # In another session, out of reach of the terminal's signals: this process ends it.
+        self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, env=env, start_new_session=True)
+        atexit.register(self.end)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with ExitStack() as failed:
+            failed.callback(self.end)
+            self.process.stdin.write(settings.encode() + b"\n")
+            self.process.stdin.flush()
+            if not select.select([self.process.stdout], [], [], _START_S)[0]:
+                raise TimeoutError(f"it has not begun after {_START_S:g} s")
+            _read(self.process.stdout.readline())
+            failed.pop_all()
 
-class Guest(Process):
-    """A process that plays another package's environments."""
+    def list_tasks(self, number: int) -> list[dict[str, Any]]:
+        """Return the data of the first `number` tasks, or of all. Raises: RuntimeError, httpx's errors."""
+        with httpx.Client(transport=httpx.HTTPTransport(uds=self._socket), timeout=None) as client:
+            rows: list[dict[str, Any]] = _read(client.post("http://guest/tasks", json=[number]).content)
+        return rows
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self.process.poll() is None
-
-    async def do(self, do: str, **arguments: Any) -> Any:
-        """Call a method of the guest; a cancellation is passed on to it. Raises: AttemptFailed."""
+    async def play(self, kind: str, *arguments: Any) -> dict[str, Any]:
+        """Play an episode: `run`, or `replay`; a cancellation ends it. Raises: AttemptFailed."""
+        transport = httpx.AsyncHTTPTransport(uds=self._socket)
         try:
-            return await super().do(do, **arguments)
-        except OSError as error:
-            detail = f"its process has ended; what it said: {_log_path or 'on standard error'}"
-            raise AttemptFailed(FailureOwner.INFRA, "guest_lost", detail) from error
+            async with httpx.AsyncClient(transport=transport, timeout=None) as client:
+                episode = _read((await client.post(f"http://guest/{kind}", json=arguments)).content)
+        except httpx.TransportError as error:
+            raise AttemptFailed(FailureOwner.INFRA, "guest_lost", "its process has ended") from error
         except RuntimeError as error:
             raise AttemptFailed(FailureOwner.TASK, "guest_failed", str(error)) from error
+        return dict(episode)
+
+    def end(self) -> None:
+        """End the process."""
+        atexit.unregister(self.end)
+        self.process.kill()
+        self.process.communicate()
+        self._folder.cleanup()
 
 
-def running() -> list[Guest]:
-    """Return the running guests of this process."""
-    return [guest for guest in _running.values() if guest.is_alive]
+def _read(answer: bytes) -> Any:
+    if not answer:
+        raise ConnectionResetError("its process has ended")
+    found = json.loads(answer)
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    return found["found"]
 
 
 def guest_of(python: Path, settings: Mapping[str, Any]) -> Guest:
     """Return verifiers' process for these settings; start one if none is running. Raises: ConfigError."""
     key = (python, json.dumps(settings, sort_keys=True))
-    argv = [str(python), str(_HOST), "for_verifiers"]
-    env = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    # An earlier run's folder may be gone.
-    log = _log_path if _log_path is not None and _log_path.parent.is_dir() else None
     with _starting:
-        if key in _running and _running[key].is_alive:
-            return _running[key]
+        if key in running and running[key].process.poll() is None:
+            return running[key]
         try:
-            with nullcontext() if log is None else log.open("ab") as stderr:
-                _running[key] = Guest(argv, settings, _START_S, env=env, stderr=stderr)
+            running[key] = Guest(*key)
         except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"verifiers cannot begin: {error}",
                 allowed="an environment that loads",
-                next_step=f"correct its settings; what the package said: {log or 'above'}",
+                next_step="correct its settings; what the package said stands above",
             ) from error
-        return _running[key]
+        return running[key]

@@ -1,0 +1,1 @@
+"""The folder that makes `strop_taskset` known to verifiers: its PYTHONPATH names it."""
