@@ -15,7 +15,7 @@ from strop.engine import GenerationRequest
 from strop.environments import Environment, run_rollout
 from strop.environments.contract import Action, StepResult
 from strop.rollout import RESTART, Example, Message, Outcome, make_example
-from strop.tasks.prompt import pose_messages
+from strop.tasks.prompt import pose
 from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import TEMPLATES, call, tokenizer_of
 from tests.fixtures.builders import plan_for
@@ -58,7 +58,7 @@ class Talk(Environment):
         self._draw = draw
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        return pose_messages([Message(role="user", content=text(self._draw))], "model_default", (TOOL,))
+        return pose(text(self._draw), tools=(TOOL,))
 
     async def step(self, action: Action) -> StepResult:
         assert action.spoken is not None

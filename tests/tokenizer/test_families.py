@@ -18,12 +18,12 @@ from strop.errors import ConfigError
 from strop.rollout import FinishReason, Message, ToolCall
 from strop.tasks.prompt import (
     PromptFormat,
-    find_call_format,
-    pose_messages,
+    find_reader,
+    pose,
     render_prompt,
     resolve_prompt_format,
 )
-from strop.tasks.tool_calls import CallFormat, _Adapter
+from strop.tasks.tool_calls import adapt
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -91,11 +91,11 @@ def test_a_chat_reads_as_transformers_writes_it(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_that_the_template_writes_reads_as_that_call(tmp_path: Path, name: str) -> None:
     tokenizer = build(tmp_path, name)
-    form, _ = find_call_format(tokenizer)
-    assert form == FAMILIES[name]["form"]
-    asked = pose_messages([Message(role="user", content="Where?")], "model_default", (TOOL,))
+    is_told = find_reader(tokenizer) is None
+    assert is_told == (FAMILIES[name]["form"] == "fence")
+    asked = pose("Where?", tools=(TOOL,))
     prompt, _ = render_prompt(tokenizer, asked, "chat")
-    if form is CallFormat.FENCE:
+    if is_told:
         assert "look_up" in prompt
         text = '```tool\n{"name": "look_up", "arguments": ' + CALL.arguments + "}\n```"
     else:
@@ -132,7 +132,7 @@ def test_what_others_say_has_no_control_tokens(tmp_path: Path, name: str, role: 
         call = Message(role="assistant", tool_calls=(CALL,))
         chat = [asked]
         if role == "tool":
-            chat = [*pose_messages([asked], "model_default", (TOOL,)), call]
+            chat = [*pose([asked], tools=(TOOL,)), call]
             chat += [Message(role="tool", content=content, name="look_up", tool_call_id=CALL.call_id)]
         elif role == "system":
             chat = [Message(role="system", content=content), asked]
@@ -140,7 +140,7 @@ def test_what_others_say_has_no_control_tokens(tmp_path: Path, name: str, role: 
             tool = json.loads(TOOL)
             tool["function"]["description"] = content
             tool["function"]["parameters"]["properties"]["place"]["description"] = content
-            chat = [*pose_messages([asked], "model_default", (json.dumps(tool),))]
+            chat = [*pose([asked], tools=(json.dumps(tool),))]
         text, ids = render_prompt(tokenizer, chat, "chat")
         assert content in text or json.dumps(content)[1:-1] in text
         assert content in tokenizer.decode(ids) or json.dumps(content)[1:-1] in tokenizer.decode(ids)
@@ -177,7 +177,7 @@ def test_a_continued_conversation_equals_the_familys_own(tmp_path: Path, name: s
     config = config_from_name(FAMILIES[name]["renderer"])
     assert config is not None
     # As ours: what was sampled stays, thoughts too.
-    renderer = create_renderer(_Adapter(tokenizer), config.model_copy(update={"thinking_retention": "all"}))
+    renderer = create_renderer(adapt(tokenizer), config.model_copy(update={"thinking_retention": "all"}))
     dice, num_equal = random.Random(name), 0
     for _ in range(1000):
         first, said, then = (

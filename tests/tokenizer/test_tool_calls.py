@@ -82,7 +82,7 @@ def test_a_thought_stands_apart_from_what_is_said(row: dict[str, Any]) -> None:
     assert split_thought(row["text"]) == (row["thought"], row["said"])
 
 
-@pytest.mark.parametrize("form", [one for one in CallFormat if one is not CallFormat.RENDERER])
+@pytest.mark.parametrize("form", CallFormat)
 @pytest.mark.parametrize("text", ["{", "[", "<tool_call>", "<function=", "<function=go>", "```json\n{", "f{"])
 def test_a_hostile_reply_calls_nothing(form: CallFormat, text: str) -> None:
     assert read_reply(text * 10_000, form, SCHEMAS).calls == ()

@@ -30,7 +30,7 @@ from strop.spec.task import TaskSection
 from strop.store.python_environment import PythonEnvironment, ensure_environment
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
-from strop.tasks.prompt import pose_messages
+from strop.tasks.prompt import pose
 from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
 from strop.tasks.user.own_task import require_whole
 from strop.tasks.version import fit_limits, hash_version
@@ -173,7 +173,7 @@ class VerifiersTask(Task):
         turns = [{"role": "system", "content": system}, *turns] if system else turns
         turns = turns or [{"role": "user", "content": "(the environment opens the conversation)"}]
         messages = [Message(role=turn["role"], content=str(turn["content"])) for turn in turns]
-        return pose_messages(messages, self.spec.thinking)
+        return pose(messages, self.spec.thinking)
 
     @override
     def problem_of(self, example: Example) -> str:

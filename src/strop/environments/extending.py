@@ -17,18 +17,18 @@ from strop.rollout import FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import (
     PromptFormat,
     chat_form,
-    find_call_format,
-    read_with_tools,
+    find_reader,
+    posed,
     render_prompt,
     resolve_prompt_format,
     spell_tools,
-    thinking_of,
 )
-from strop.tasks.tool_calls import CallFormat, Spoken, name_calls
+from strop.tasks.tool_calls import CallFormat, CallReader, Spoken, name_calls, text_reader
 from strop.thoughts import begun_thought
 from strop.tokenizer import GUARD, Tokenizer
 
 _STAND_IN = "reply"
+_read_fences = text_reader(CallFormat.FENCE)
 
 
 class PromptCache:
@@ -41,9 +41,9 @@ class PromptCache:
         self._prompts: dict[tuple[Message, ...], tuple[str, IntArray]] = {}
 
     @property
-    def call_format(self) -> CallFormat:
-        """The model's syntax of tool calls."""
-        return find_call_format(self.tokenizer, self.prompt_format)[0]
+    def call_reader(self) -> CallReader | None:
+        """What reads the model's own calls; None: it is told in words how to write them."""
+        return find_reader(self.tokenizer) if self.prompt_format is PromptFormat.CHAT else None
 
     def render(self, messages: tuple[Message, ...]) -> tuple[str, IntArray]:
         """Return the prompt as text and as ids; the same array object for equal messages."""
@@ -61,7 +61,7 @@ class PromptCache:
         """Return what follows a reply to `history`; None if its ids cannot be extended."""
         if reply.finish_reason is None or not reads_as(self.tokenizer, reply):
             return None
-        calls = () if self.call_format is CallFormat.FENCE else calls
+        calls = () if self.call_reader is None else calls
         return encode_next_messages(
             self.tokenizer, self.prompt_format, history, new_messages, reply.finish_reason, calls
         )
@@ -96,7 +96,7 @@ def encode_next_messages(
     stand_in = Message(role="assistant", content=_STAND_IN, tool_calls=calls)
     whole, tools = chat_form(tokenizer, (*history, stand_in, *new_messages))
     before = tokenizer.render(whole[: len(history)], tools=tools)
-    full = tokenizer.render(whole, is_thinking=thinking_of(history), tools=tools)
+    full = tokenizer.render(whole, is_thinking=posed(history).is_thinking, tools=tools)
     terminator = tokenizer.token_text(tokenizer.turn_end_id)
     if calls:
         # Between the stand-in and its terminator the template writes the calls in its own syntax.
@@ -136,6 +136,6 @@ def take_apart(
 
     `tools` are functions in the form of OpenAI's chat API, as JSON; the ids of calls contain `turn`.
     """
-    said, ids = begun_thought(prompt) + completion.text, completion.token_ids
-    spoken = read_with_tools(prompts.tokenizer, prompts.prompt_format, said, ids, tools)
+    said, read = begun_thought(prompt) + completion.text, prompts.call_reader or _read_fences
+    spoken = read(said, completion.token_ids, tools)
     return replace(spoken, calls=name_calls(spoken.calls, turn))

@@ -22,7 +22,7 @@ from strop.engine import Completion
 from strop.environments.extending import PromptCache, spoken_turn, take_apart
 from strop.errors import ConfigError
 from strop.rollout import CONVERSATION, RESTART, FinishReason, IntArray, Message, Turn
-from strop.tasks.prompt import pose_messages
+from strop.tasks.prompt import pose
 from strop.tasks.tool_calls import Spoken
 from strop.tokenizer import Tokenizer
 
@@ -145,7 +145,8 @@ class Recorder:
         if is_cut or (spoken.mistakes and not spoken.calls):
             # A reply that was cut has no calls: one that looks complete may have gone on. The program gets
             # the text of calls that it cannot get as calls.
-            spoken = replace(spoken, calls=(), content=spoken.source)
+            bare = take_apart(self._prompts, completion, (), self._num_asked, prompt.text)
+            spoken = replace(bare, mistakes=spoken.mistakes)
         if is_one_call:
             spoken = replace(spoken, calls=spoken.calls[:1])
         call = Call(
@@ -245,7 +246,7 @@ def _pose(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message,
     posed = list(messages)
     if tools:
         at = next((index for index, message in enumerate(posed) if message.role == "user"), 0)
-        posed[at : at + 1] = pose_messages([posed[at]], "model_default", tools)
+        posed[at : at + 1] = pose([posed[at]], tools=tools)
     return tuple(posed)
 
 

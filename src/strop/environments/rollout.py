@@ -35,8 +35,7 @@ from strop.rollout import (
     Turn,
 )
 from strop.tasks.failures import catch_failure
-from strop.tasks.prompt import PromptFormat, tools_of
-from strop.tasks.tool_calls import CallFormat
+from strop.tasks.prompt import PromptFormat, posed
 from strop.thoughts import begun_thought
 from strop.tokenizer import Tokenizer
 
@@ -136,7 +135,7 @@ class Attempt:
         environment = self.environment
         if environment.is_conducted:
             return await self._let_act()
-        tools = tools_of(self.history)
+        tools = posed(self.history).tools
         text, self.context_ids = self.prompts.render(tuple(self.history))
         self.turns.append(Turn(role="prompt", text=text, token_ids=self.context_ids))
         for turn_index in range(environment.max_turns):
@@ -161,7 +160,7 @@ class Attempt:
                 return Stop.DONE if result.done else Stop.TOKENS
             if turn_index + 1 < environment.max_turns:
                 reply = Message(role="assistant", content=completion.text)
-                if spoken is not None and spoken.calls and self.prompts.call_format is not CallFormat.FENCE:
+                if spoken is not None and spoken.calls and self.prompts.call_reader is not None:
                     reply = replace(reply, content=spoken.content, tool_calls=spoken.calls)
                 self._continue(reply, result.messages)
         return Stop.TURNS

@@ -45,7 +45,7 @@ from strop.sandbox.contract import IsolationLevel
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
-from strop.tasks.prompt import pose_messages, with_system
+from strop.tasks.prompt import pose, with_system
 from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
 from strop.tasks.tool_calls import CallFormat, Spoken, list_schemas, read_reply
 from strop.tasks.user.own_task import OwnTask, require_whole
@@ -118,7 +118,7 @@ class WorldTask(Task):
 
     def pose(self, opening: Sequence[Message], example: Example) -> tuple[Message, ...]:
         """Add the run's system message, the tools and the thinking setting to an opening."""
-        posed = pose_messages(opening, self.section.thinking, tuple(self.tools.values()))
+        posed = pose(opening, self.section.thinking, tools=tuple(self.tools.values()))
         return with_system(posed, self.section.system_prompt, example)
 
     async def verify(self, example: Example, text: str) -> Outcome:

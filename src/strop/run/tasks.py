@@ -41,7 +41,7 @@ from strop.tasks import Task, build_task
 from strop.tasks.failures import catch_failure
 from strop.tasks.generated import list_datasets
 from strop.tasks.judging import Judge
-from strop.tasks.prompt import tools_of
+from strop.tasks.prompt import posed
 from strop.tasks.task import describe_counts
 from strop.tasks.tool_calls import write_call
 
@@ -358,7 +358,7 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
 async def _converse(environment: Environment, opening: Sequence[Message], read: Read, tell: Tell) -> None:
     for message in opening:
         tell(f"{message.role}: {message.text}")
-    tools = [json.loads(schema)["function"] for schema in tools_of(opening)]
+    tools = [json.loads(schema)["function"] for schema in posed(opening).tools]
     for tool in tools:
         names = " ".join(f"{name}=" for name in tool["parameters"].get("properties", {}))
         tell(f"tool: /{tool['name']} {names}".rstrip() + f"  {tool['description']}".rstrip())

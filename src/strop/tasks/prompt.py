@@ -7,11 +7,12 @@ evaluation and sampling (TOK-3).
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -20,24 +21,12 @@ from strop.rollout import Example, IntArray, Message, Split, ToolCall
 from strop.spec.task import TaskSpec
 from strop.spec.template import fill, list_names
 from strop.tasks.task import Task, TaskWrapper
-from strop.tasks.tool_calls import (
-    CallFormat,
-    Spoken,
-    describe_tools,
-    find_format,
-    find_renderer,
-    list_schemas,
-    read_ids,
-    read_reply,
-    write_call,
-)
+from strop.tasks.tool_calls import CallReader, describe_tools, list_readers, write_call
 from strop.tokenizer import GUARD
 
 if TYPE_CHECKING:
     from strop.tokenizer import Tokenizer
 
-SYSTEM = "system"
-"""Role of the system message."""
 Thinking = Literal["off", "on", "model_default"]
 """The values of `task.thinking`."""
 
@@ -64,50 +53,37 @@ class PosedMessage(Message):
     tools: tuple[str, ...] = ()
     """Functions that the conversation may call, as JSON in the form of OpenAI's chat API."""
 
+    @property
+    def is_thinking(self) -> bool | None:
+        """Whether the model is asked to think; None: as its chat template does."""
+        return None if self.thinking == "model_default" else self.thinking == "on"
+
 
 def pose(
-    content: str, *, base: str | None = None, thinking: Thinking = "model_default"
+    asked: str | Sequence[Message],
+    thinking: Thinking = "model_default",
+    *,
+    base: str | None = None,
+    tools: tuple[str, ...] = (),
 ) -> tuple[Message, ...]:
-    """Return the messages that pose a problem: one user turn, with its base form beside it."""
-    return (PosedMessage(role="user", content=content, base=base, thinking=thinking),)
-
-
-def pose_messages(
-    messages: Sequence[Message], thinking: Thinking, tools: tuple[str, ...] = ()
-) -> tuple[Message, ...]:
-    """Return messages whose last one poses a problem, with tools and the thinking mode."""
-    *before, last = messages
+    """Return messages whose last one poses a problem; of a text, one user turn."""
+    *before, last = [Message(role="user", content=asked)] if isinstance(asked, str) else asked
     fields = {field.name: getattr(last, field.name) for field in dataclasses.fields(Message)}
-    return (*before, PosedMessage(**fields, thinking=thinking, tools=tools))
+    return (*before, PosedMessage(**fields, base=base, thinking=thinking, tools=tools))
 
 
-def tools_of(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the tools that a conversation was posed with."""
-    return _posed(messages).tools
-
-
-def thinking_of(messages: Sequence[Message]) -> bool | None:
-    """Return whether the model is asked to think, by the last message that was posed; None: as it does."""
-    asked = _posed(messages).thinking
-    return None if asked == "model_default" else asked == "on"
-
-
-def _posed(messages: Sequence[Message]) -> PosedMessage:
+def posed(messages: Sequence[Message]) -> PosedMessage:
+    """Return the last message that posed a problem, which has the tools and the thinking mode."""
     found = (message for message in reversed(messages) if isinstance(message, PosedMessage))
     return next(found, PosedMessage(role="user"))
 
 
 @lru_cache(maxsize=16)
-def find_call_format(
-    tokenizer: Tokenizer, prompt_format: PromptFormat = PromptFormat.CHAT, /
-) -> tuple[CallFormat, Any]:
-    """Return in which form the model's chat template writes a call so that it reads as that call.
+def find_reader(tokenizer: Tokenizer) -> CallReader | None:
+    """Return what reads a call that the model's chat template writes as that call.
 
-    With the form `RENDERER` comes the renderer. A model whose template writes no call, or one that nobody
-    here reads, is told of tools in words, and so it is in plain text: `FENCE`.
+    None if the template writes no call, or one that nobody here reads: then the model is told in words.
     """
-    if prompt_format is not PromptFormat.CHAT or not tokenizer.has_chat_template:
-        return CallFormat.FENCE, None
     asked = Message(role="user", content="a")
     said = Message(role="assistant", tool_calls=(_PROBE_CALL,))
     try:
@@ -115,23 +91,15 @@ def find_call_format(
         whole = tokenizer.render([asked, said], tools=[_PROBE_TOOL], is_reply_next=False)
         bare = tokenizer.render([asked], tools=[_PROBE_TOOL], is_reply_next=False)
     except ConfigError:
-        return CallFormat.FENCE, None
+        return None
     # Some templates open a thought in the prompt that no earlier turn has.
     written = whole.removeprefix(prompt if whole.startswith(prompt) else bare)
-    if (form := find_format(written, _PROBE_CALL, list_schemas([_PROBE_TOOL]))) is not None:
-        return form, None
-    renderer = find_renderer(tokenizer, written, _PROBE_CALL, [_PROBE_TOOL])
-    return (CallFormat.FENCE, None) if renderer is None else (CallFormat.RENDERER, renderer)
-
-
-def read_with_tools(
-    tokenizer: Tokenizer, prompt_format: PromptFormat, text: str, reply_ids: IntArray, tools: Sequence[str]
-) -> Spoken:
-    """Take a reply apart, given as text and as ids. `tools`: functions in OpenAI's form, as JSON."""
-    form, renderer = find_call_format(tokenizer, prompt_format)
-    if tools and renderer is not None:
-        return read_ids(renderer, text, reply_ids, tools)
-    return read_reply(text, form if renderer is None else CallFormat.FENCE, list_schemas(tools))
+    ids, meant = tokenizer.encode(written), (_PROBE_CALL.name, json.loads(_PROBE_CALL.arguments))
+    for read in list_readers(tokenizer):
+        calls = read(written, ids, [_PROBE_TOOL]).calls
+        if [(call.name, json.loads(call.arguments)) for call in calls] == [meant]:
+            return read
+    return None
 
 
 _PROBE_CALL = ToolCall(name="get_weather", arguments='{"city": "Paris", "days": 3}', call_id="000000000")
@@ -152,7 +120,6 @@ def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | st
     if chosen is PromptFormat.AUTO:
         chosen = PromptFormat.CHAT if tokenizer.has_chat_template else PromptFormat.BASE
     if chosen is PromptFormat.CHAT:
-        tokenizer.require_chat_template()
         end_id_of(tokenizer, chosen)
     return chosen
 
@@ -180,7 +147,7 @@ def render_prompt(
     resolved = resolve_prompt_format(tokenizer, prompt_format)
     if resolved is PromptFormat.CHAT:
         shown, tools = chat_form(tokenizer, messages)
-        text = tokenizer.render(shown, is_thinking=thinking_of(messages), tools=tools)
+        text = tokenizer.render(shown, is_thinking=posed(messages).is_thinking, tools=tools)
         prompt_ids = tokenizer.encode(text)
     else:
         text = tokenizer.guard(_base_text(tokenizer, spell_tools(messages)))
@@ -197,15 +164,15 @@ def render_prompt(
 
 def chat_form(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
     """Return a conversation and its tools in the form of the model's chat template: see `render_prompt`."""
-    tools = tools_of(messages)
-    if tools and find_call_format(tokenizer, PromptFormat.CHAT)[0] is CallFormat.FENCE:
+    tools = posed(messages).tools
+    if tools and find_reader(tokenizer) is None:
         return spell_tools(messages), ()
     return messages, tools
 
 
 def spell_tools(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return a conversation for templates without tools: the problem describes them; they reply as user."""
-    tools = tools_of(messages)
+    tools = posed(messages).tools
     return tuple(_spell(message, tools) for message in messages) if tools else tuple(messages)
 
 
@@ -231,26 +198,23 @@ def _spell(message: Message, tools: tuple[str, ...]) -> Message:
 
 
 def _base_text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
-    """Return plain text: the base form of a problem verbatim, or all contents with their line breaks.
+    """Return plain text: all contents with their line breaks, and the base form of a problem verbatim.
 
     Raises: ConfigError for thinking, tool calls or reasoning: plain text has no form for them.
     """
-    if thinking_of(messages):
+    asks = ["task.thinking=on"] if posed(messages).is_thinking else []
+    asks += ["a message with tool calls" for message in messages if message.tool_calls]
+    asks += ["a message with reasoning" for message in messages if message.reasoning is not None]
+    if asks:
         raise ConfigError(
-            "task.thinking=on with a prompt in base format",
-            allowed="thinking=on where the prompt is a chat",
-            next_step="leave task.thinking out, or set model.prompt_format=chat with a chat model",
+            f"{asks[0]} with a prompt in base format",
+            allowed="texts alone in plain text; thinking, tool calls and reasoning in a chat",
+            next_step="leave it out, or set model.prompt_format=chat with a chat model",
         )
-    if any(message.tool_calls or message.reasoning is not None for message in messages):
-        raise ConfigError(
-            "a message with tool calls or reasoning in a prompt in base format",
-            allowed="texts alone in plain text; tool calls and reasoning in a chat",
-            next_step="set model.prompt_format=chat with a model whose chat template writes them",
-        )
-    last = messages[-1] if messages else None
-    if isinstance(last, PosedMessage) and last.base is not None:
-        return last.base
-    return tokenizer.render_base(messages)
+    base = getattr(messages[-1], "base", None) if messages else None
+    if base is None:
+        return tokenizer.render_base(messages)
+    return "\n\n".join([*(message.text for message in messages[:-1]), base])
 
 
 class Prompted(TaskWrapper):
@@ -290,9 +254,8 @@ class Prompted(TaskWrapper):
                     allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
                     next_step="correct the name; '{{' and '}}' stand for braces",
                 )
-            text, last = fill(template, known), messages[-1]
-            thinking = last.thinking if isinstance(last, PosedMessage) else "model_default"
-            messages = (PosedMessage(role=last.role, content=text, base=text, thinking=thinking),)
+            text = fill(template, known)
+            messages = pose(text, posed(messages).thinking, base=text)
         return with_system(messages, self._spec.system_prompt, example)
 
 
@@ -303,14 +266,11 @@ def with_system(messages: tuple[Message, ...], system: str | None, example: Exam
     """
     if system is None:
         return messages
-    *before, last = messages
-    if any(message.role == SYSTEM for message in before):
+    if any(message.role == "system" for message in messages):
         raise DataError(
             f"example {example.example_id} of task {example.task} has a system message of its own,"
             " beside task.system_prompt",
             allowed="one of the two",
             next_step="leave out task.system_prompt, or take the system messages out of the data",
         )
-    if isinstance(last, PosedMessage) and last.base is not None:
-        last = dataclasses.replace(last, base=f"{system}\n\n{last.base}")
-    return (Message(role=SYSTEM, content=system), *before, last)
+    return (Message(role="system", content=system), *messages)

@@ -1,8 +1,8 @@
 """Take replies apart: thoughts, prose, and calls of tools as each family of models writes them.
 
-What looks like a call and is none is a mistake of the model's: it is named, and never dropped. Families with
-tokens of their own for calls are read by the package `renderers`, by ids. A model whose template writes no
-calls is told in words to write a fenced block.
+What looks like a call and is none is a mistake of the model's: it is named, and never dropped. Families whose
+calls no text spells are read by the package `renderers`, by ids. A model whose template writes no calls is
+told in words to write a fenced block.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strop.errors import DataError
 from strop.rollout import ToolCall
@@ -36,24 +38,22 @@ def list_schemas(tools: Sequence[str]) -> Schemas:
 
 
 class CallFormat(StrEnum):
-    """How a family of models writes a call."""
+    """How a family of models writes a call in text."""
 
-    HERMES = "hermes"
-    """`<tool_call>` with `{"name", "arguments"}` objects or a list of them: Hermes, Qwen 3, Granite."""
     QWEN_XML = "qwen-xml"
     """`<tool_call><function=NAME><parameter=KEY>`: Qwen3-Coder, Qwen 3.5. Values are typed by the schema."""
-    LLAMA = "llama"
-    """`{"name", "parameters"}` as the reply, perhaps behind `<|python_tag|>`: Llama 3."""
+    HERMES = "hermes"
+    """`<tool_call>` with `{"name", "arguments"}` objects or a list of them: Hermes, Qwen 3, Granite."""
     MISTRAL = "mistral"
     """`[TOOL_CALLS]` and a list, or from version 11 on `NAME[ARGS]{...}` behind it."""
     PYTHON = "python"
     """`[NAME(KEY=VALUE)]` in tags of its own: OLMo 3, LFM2; or as the whole reply: Llama 4."""
     HARMONY = "harmony"
     """A message to `functions.NAME`, in a channel of its own: gpt-oss."""
+    LLAMA = "llama"
+    """`{"name", "parameters"}` as the reply, perhaps behind `<|python_tag|>`: Llama 3."""
     FENCE = "fence"
     """A fenced block with `{"name", "arguments"}`, for models whose template knows no tools."""
-    RENDERER = "renderer"
-    """Marked by tokens of the family, and read by the package `renderers`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,27 +66,10 @@ class Spoken:
     calls: tuple[ToolCall, ...] = ()
     mistakes: tuple[str, ...] = ()
     """What was to be a call and is none, and why; in words for the model."""
-    source: str = ""
-    """The text behind the thinking, calls included."""
 
 
-def guess_format(text: str) -> CallFormat | None:
-    """Return the format of the calls in a reply of an unknown model; None if it has no call's mark."""
-    return next((form for form, (_, *marks) in _FORMS.items() if any(mark in text for mark in marks)), None)
-
-
-def find_format(written: str, call: ToolCall, schemas: Schemas) -> CallFormat | None:
-    """Return the format in which a template's own text of a call reads as that call; None if in none."""
-    return next(
-        (form for form, (read, *_) in _FORMS.items() if is_one(read(written, schemas).calls, call)), None
-    )
-
-
-def is_one(calls: Sequence[ToolCall], call: ToolCall) -> bool:
-    """Whether calls are one alone, but for its id and how its arguments are spelled."""
-    return [(one.name, json.loads(one.arguments)) for one in calls] == [
-        (call.name, json.loads(call.arguments))
-    ]
+CallReader = Callable[[str, "IntArray", Sequence[str]], Spoken]
+"""(reply, with what its prompt had begun; its ids; functions in OpenAI's form, as JSON) -> its parts."""
 
 
 def read_reply(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
@@ -95,18 +78,28 @@ def read_reply(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
     `text` has the tokenizer's special tokens in it, but for the terminator. Without tools there are no calls.
     Thinking that is not closed is all of the reply. Calls in another form than the model's are mistakes.
     """
-    if schemas and form is CallFormat.HARMONY:
-        return _read_harmony(text, schemas)
-    read = _FORMS[form][0] if schemas else lambda text, _: Spoken(content=text)
-    reasoning, said = split_thought(
-        text, lambda mark: any(mark in one.arguments for one in read(text, schemas).calls)
-    )
+    said: str | None
+    if form is CallFormat.HARMONY and "<|message|>" in text:
+        reasoning, said = "\n".join(_ANALYSIS.findall(text)) or None, _ANALYSIS.sub("", text)
+    else:
+        reasoning, said = split_thought(
+            text,
+            lambda mark: any(mark in one.arguments for one in _scan(text, form, schemas).calls),
+        )
     if said is None:
         return Spoken(content="", reasoning=reasoning)
-    found = read(said, schemas)
-    if schemas and not found.calls and not found.mistakes and guess_format(said) not in (None, form):
-        found = replace(found, mistakes=(_mistake(said, ValueError("calls are written in another form")),))
-    return replace(found, content=found.content.strip(), reasoning=reasoning, source=said.strip())
+    found = _scan(said, form, schemas)
+    if schemas and not found.calls and not found.mistakes and _ANY_MARK.search(said) is not None:
+        wrong = ValueError("calls are written in another form")
+        found = replace(found, mistakes=(_mistake(said, wrong),))
+    content = _HARMONY_MARK.sub("", found.content) if form is CallFormat.HARMONY else found.content
+    return replace(found, content=content.strip(), reasoning=reasoning)
+
+
+def read_any(text: str, schemas: Schemas) -> Spoken:
+    """Take apart a reply of an unknown model: the first form counts in which it calls something."""
+    read = [read_reply(text, form, schemas) for form in CallFormat]
+    return next((one for one in read if one.calls), read[-1])
 
 
 def name_calls(calls: Sequence[ToolCall], turn: int) -> tuple[ToolCall, ...]:
@@ -129,48 +122,10 @@ def describe_tools(schemas: Sequence[str]) -> str:
     return f"You can call these tools:\n{listed}\n\nTo call one, write:\n{example}"
 
 
-_DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"\s*")
-_NEXT_OBJECT = re.compile(r"\s*[,;]?\s*(?=\{)")
-
-
-def _read_value(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value at `start`, and where it ends. Raises: ValueError."""
-    space = _SPACE.match(text, start)
-    assert space is not None
-    try:
-        return _DECODER.raw_decode(text, space.end())
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _read_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
-    """Return the calls at `start`, objects behind each other or those of a list, and where they end.
-
-    Raises: ValueError saying what one lacks.
-    """
-    value, end = _read_value(text, start)
-    values = value if isinstance(value, list) else [value]
-    while values is not value and (more := _NEXT_OBJECT.match(text, end)) is not None:
-        another, end = _read_value(text, more.end())
-        values.append(another)
-    return list(map(_call_of, values)), end
-
-
-def _call_of(value: Any) -> ToolCall:
-    """Return what an object calls. Raises: ValueError."""
-    function = value.get("function") if isinstance(value, dict) else None
-    if isinstance(function, dict):
-        # OpenAI's object.
-        value, function = function, None
-    name = value.get("name", function) if isinstance(value, dict) else None
+def _to_call(name: Any, arguments: Any) -> ToolCall:
+    """Return a call; some write its arguments as a text, as OpenAI's API has them. Raises: ValueError."""
     if not isinstance(name, str):
         raise ValueError('it is no object with "name" and "arguments"')
-    return _to_call(name, value.get("arguments", value.get("parameters", {})))
-
-
-def _to_call(name: str, arguments: Any) -> ToolCall:
-    """Return a call; some write its arguments as a text, as OpenAI's API has them. Raises: ValueError."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
     try:
         return ToolCall(name=name, arguments=text)
@@ -178,44 +133,35 @@ def _to_call(name: str, arguments: Any) -> ToolCall:
         raise ValueError("its arguments are no JSON object") from error
 
 
-_TAG = re.compile(r"<\|?tool_calls?\|?>|<TOOLCALL>|<\|tool_call_begin\|>")
-_TAG_END = re.compile(r"\s*(?:<\|?/tool_calls?\|?>|</TOOLCALL>)")
-Found = tuple[list[ToolCall], int] | None
-"""The calls behind a mark, and where they end; None if it marks no call."""
+def _call_of(value: Any) -> ToolCall:
+    """Return what an object calls. Raises: ValueError."""
+    function = value.get("function") if isinstance(value, dict) else None
+    # OpenAI's object.
+    value = function if isinstance(function, dict) else value
+    fields = value if isinstance(value, dict) else {}
+    return _to_call(fields.get("name", function), fields.get("arguments", fields.get("parameters", {})))
 
 
-def _scan(
-    text: str,
-    read: Callable[[re.Match[str]], Found],
-    opening: re.Pattern[str] = _TAG,
-    closing: re.Pattern[str] = _TAG_END,
-) -> Spoken:
-    """Read what stands between marks and their ends; a missing end is forgiven.
+_DECODER = json.JSONDecoder()
+_OBJECT = re.compile(
+    r"\s*[,;]?\s*"
+    # Mistral's and gpt-oss's calls have the name before their object.
+    r"(?:(?P<name>[\w.-]++)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*|[^{]*?<\|message\|>\s*)?)?(?=\[?\s*\{)"
+)
 
-    `read` raises ValueError if a mark begins a call, and none can be read.
-    """
-    prose, calls, mistakes = "", [], []
-    place = kept = 0
-    while (mark := opening.search(text, place)) is not None:
+
+def _read_json(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+    calls: list[ToolCall] = []
+    while (found := _OBJECT.match(text, start)) is not None:
         try:
-            found = read(mark)
-            if found is None:
-                place = max(mark.end(), place + 1)
-                continue
-            calls += found[0]
-            place = found[1]
-            end = closing.match(text, place)
-        except ValueError as error:
-            end = closing.search(text, mark.end())
-            mistakes.append(_mistake(text[mark.end() : end.start() if end else None], error))
-            place = len(text)
-        prose += text[kept : mark.start()]
-        place = kept = end.end() if end else place
-    return Spoken(content=prose + text[kept:], calls=tuple(calls), mistakes=tuple(mistakes))
-
-
-def _read_tagged(text: str, schemas: Schemas) -> Spoken:
-    return _scan(text, lambda mark: _read_calls(text, mark.end()))
+            value, start = _DECODER.raw_decode(text, found.end())
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if found["name"]:
+            calls.append(_to_call(found["name"], value))
+        else:
+            calls += map(_call_of, value if isinstance(value, list) else [value])
+    return calls, start
 
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>\n?")
@@ -224,142 +170,80 @@ _PARAMETER = re.compile(
     re.DOTALL,
 )
 _FUNCTION_END = re.compile(r"\s*</function>")
-_XML_TAG = re.compile(r"<tool_call>|(?=<function=)")
 
 
-def _read_xml(text: str, schemas: Schemas) -> Spoken:
-    def read(mark: re.Match[str]) -> Found:
-        calls: list[ToolCall] = []
-        place = mark.end()
-        while (function := _FUNCTION.match(text, place)) is not None:
-            name, place = function["name"].strip(), function.end()
-            arguments: dict[str, str] = {}
-            while (parameter := _PARAMETER.match(text, place)) is not None:
-                arguments[parameter["name"].strip()] = parameter["value"]
-                place = parameter.end()
-            if (end := _FUNCTION_END.match(text, place)) is None:
-                raise ValueError("its parameters, or </function>, are not whole")
-            place = end.end()
-            calls.append(_to_call(name, type_values(arguments, schemas.get(name, {}))))
-        if not calls:
-            raise ValueError("it does not begin with <function=NAME>")
-        return calls, place
-
-    return _scan(text, read, _XML_TAG)
+def _read_xml(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+    calls: list[ToolCall] = []
+    while (function := _FUNCTION.match(text, start)) is not None:
+        name, start = function["name"].strip(), function.end()
+        arguments: dict[str, str] = {}
+        while (parameter := _PARAMETER.match(text, start)) is not None:
+            arguments[parameter["name"].strip()] = parameter["value"]
+            start = parameter.end()
+        if (end := _FUNCTION_END.match(text, start)) is None:
+            raise ValueError("its parameters, or </function>, are not whole")
+        start = end.end()
+        calls.append(_to_call(name, _type_values(arguments, schemas.get(name, {}))))
+    return calls, start
 
 
-def type_values(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that were written as texts, as the schema has them.
+def _type_values(values: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments, those that were written as texts as the schema has them.
 
     A text stays one where the schema allows it, and where it cannot be read; an empty one that cannot be
     meant is left out, so that the default holds.
     """
-    values: dict[str, Any] = {}
-    for key, text in texts.items():
-        types = list_types(schema.get("properties", {}).get(key, {}), schema)
-        if "null" in types and text.strip() in ("null", "None"):
-            values[key] = None
-        elif "string" in types:
-            values[key] = text
-        elif text.strip():
-            values[key] = text
-            for read in (json.loads, ast.literal_eval):
+    typed: dict[str, Any] = {}
+    for key, value in values.items():
+        types = _list_types(schema.get("properties", {}).get(key), schema)
+        if isinstance(value, str) and "null" in types and value.strip() in ("null", "None"):
+            typed[key] = None
+        elif not isinstance(value, str) or "string" in types or value.strip():
+            typed[key] = value
+        if isinstance(typed.get(key), str) and "string" not in types:
+            for read in (ast.literal_eval, json.loads):
                 with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-                    value = read(text.strip())
-                    json.dumps(value)
-                    values[key] = value
-                    break
-    return values
+                    read_value = read(value.strip())
+                    json.dumps(read_value)
+                    typed[key] = read_value
+    return typed
 
 
-def list_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
+def _list_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
     """Return the JSON types that a schema allows; one that says none allows a text."""
     if not isinstance(schema, Mapping) or not depth:
-        return frozenset({"string"})
-    if isinstance(reference := schema.get("$ref"), str):
-        found: Any = root
-        for name in reference.lstrip("#/").split("/"):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return list_types(found, root, depth - 1)
-    if (declared := schema.get("type")) is not None:
-        return frozenset([declared] if isinstance(declared, str) else declared)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if branches := schema.get(key):
-            return frozenset().union(*(list_types(branch, root, depth - 1) for branch in branches))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [""])
-    named = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-    return frozenset(named.get(type(value), "object") for value in values)
+        return {"string"}
+    if "$ref" in schema:
+        named = root.get("$defs") or root.get("definitions") or {}
+        return _list_types(named.get(schema["$ref"].rpartition("/")[2]), root, depth - 1)
+    branches = [branch for key in ("anyOf", "oneOf", "allOf") for branch in schema.get(key, ())]
+    if branches and "type" not in schema:
+        return set().union(*(_list_types(branch, root, depth - 1) for branch in branches))
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+    values = schema.get("enum", [schema.get("const", "")])
+    declared = schema.get("type", [names.get(type(value), "object") for value in values])
+    return {declared} if isinstance(declared, str) else set(declared)
 
 
-def _read_llama(text: str, schemas: Schemas) -> Spoken:
-    """Read objects that call: behind the tag, as the reply, or of a known tool behind prose."""
-    prose, is_tagged, behind = text.rpartition("<|python_tag|>")
-    source = behind if is_tagged else text
-    calls: list[ToolCall] = []
-    place, first = 0, len(source)
-    is_begun = bool(is_tagged) or re.match(r"\s*\[?\s*\{\s*\"(?:type|name|function)\"", source) is not None
-    while (start := source.find("{", place)) >= 0:
-        try:
-            value, place = _read_value(source, start)
-            call = _call_of(value)
-        except ValueError as error:
-            if is_begun and not calls:
-                return Spoken(content=prose if is_tagged else "", mistakes=(_mistake(source[start:], error),))
-            place = start + 1
-            continue
-        # Prose may hold objects with a name, of people say.
-        if call.name in schemas or (is_begun and not value.keys().isdisjoint(("arguments", "parameters"))):
-            first = min(first, start)
-            calls.append(call)
-    if not is_tagged:
-        prose = source[:first].rstrip("[ \n") if calls else source
-    return Spoken(content=prose, calls=tuple(calls))
+_PYTHON_END = r"</function_calls>|<\|tool_call_end\|>|\Z"
 
 
-_MISTRAL_TAG = re.compile(r"\[TOOL_CALLS\]")
-_MISTRAL_CALL = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?(?=\s*\{)")
+def _read_python(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+    end = re.compile(_PYTHON_END).search(text, start)
+    assert end is not None
+    try:
+        tree = _Named().visit(ast.parse(text[start : end.start()].strip()))
+        nodes = [node.value if isinstance(node, ast.Expr) else None for node in tree.body]
+        listed = [one for node in nodes for one in (node.elts if isinstance(node, ast.List) else [node])]
+        return list(map(_python_call, listed)), end.start()
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("it is no call in Python's form") from error
 
 
-def _read_mistral(text: str, schemas: Schemas) -> Spoken:
-    def read(mark: re.Match[str]) -> Found:
-        calls: list[ToolCall] = []
-        place = mark.end()
-        while (named := _MISTRAL_CALL.match(text, place)) is not None:
-            value, place = _read_value(text, named.end())
-            calls.append(_to_call(named["name"], value))
-        return (calls, place) if calls else _read_calls(text, place)
-
-    return _scan(text, read, _MISTRAL_TAG)
-
-
-_PYTHON_TAG = re.compile(r"<function_calls>|<\|tool_call_start\|>|\A\s*(?=\[\s*[\w.]+\()")
-_PYTHON_END = re.compile(r"</function_calls>|<\|tool_call_end\|>|\Z")
-_JSON_NAMES = {"true": True, "false": False, "null": None}
-
-
-def _read_python(text: str, schemas: Schemas) -> Spoken:
-    def read(mark: re.Match[str]) -> Found:
-        end = _PYTHON_END.search(text, mark.end())
-        assert end is not None
-        try:
-            tree = ast.parse(text[mark.end() : end.start()].strip())
-            nodes = [node.value for node in tree.body if isinstance(node, ast.Expr)]
-            listed = [one for node in nodes for one in (node.elts if isinstance(node, ast.List) else [node])]
-            if len(nodes) < len(tree.body) or not listed:
-                raise ValueError("it is no list of calls")
-            calls = list(map(_python_call, listed))
-        except (SyntaxError, RecursionError, MemoryError) as error:
-            raise ValueError("it is no call in Python's form") from error
-        # A list without a tag may be prose.
-        return (calls, end.start()) if mark.group().strip() or calls[0].name in schemas else None
-
-    return _scan(text, read, _PYTHON_TAG, _PYTHON_END)
-
-
-def _python_call(node: ast.expr) -> ToolCall:
+def _python_call(node: Any) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
         raise ValueError("it is no call with named arguments")
-    values = {str(one.arg): ast.literal_eval(_Named().visit(one.value)) for one in node.keywords}
+    values = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
     return _to_call(ast.unparse(node.func), values)
 
 
@@ -367,58 +251,83 @@ class _Named(ast.NodeTransformer):
     """JSON's names for Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+        names = {"true": True, "false": False, "null": None}
+        return ast.Constant(names[node.id]) if node.id in names else node
 
 
-_BLOCK = re.compile(
-    r"(?:<\|start\|>)?(?P<head>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>"
-    r"(?P<body>.*?)(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
+class _Form(NamedTuple):
+    """Marks of a form, as regular expressions."""
+
+    read: Callable[[str, int, Schemas], tuple[list[ToolCall], int]]
+    """(text, place behind a mark, schemas) -> calls, and where they end. Raises: ValueError."""
+    mark: str
+    """What begins a call."""
+    end: str
+    """What ends one; forgiven where it is missing."""
+    maybe: str = r"(?!)"
+    """What may begin a call, or prose: only a call of a known tool counts."""
+
+
+_FORMS = {
+    # XML stands in the tag of Hermes, and the object of Llama in most.
+    CallFormat.QWEN_XML: _Form(_read_xml, r"<tool_call>|(?=<function=)", r"\s*</tool_call>"),
+    CallFormat.HERMES: _Form(
+        _read_json, r"<\|?tool_calls?\|?>|<TOOLCALL>", r"\s*(?:<\|?/tool_calls?\|?>|</TOOLCALL>)"
+    ),
+    CallFormat.MISTRAL: _Form(_read_json, r"\[TOOL_CALLS\]", r"\Z"),
+    CallFormat.PYTHON: _Form(
+        _read_python, r"<function_calls>|<\|tool_call_start\|>", _PYTHON_END, r"\A\s*(?=\[\s*[\w.]+\()"
+    ),
+    CallFormat.HARMONY: _Form(_read_json, r"\bto=functions\.", r"\s*<\|(?:call|end|return)\|>"),
+    CallFormat.LLAMA: _Form(
+        _read_json,
+        r'<\|python_tag\|>|\A\s*(?=\[?\s*\{\s*"(?:type|name|function)"\s*:\s*"[^"]*"\s*,'
+        r'\s*"(?:name|function|arguments|parameters)")',
+        r"\Z",
+        r"(?=\{)",
+    ),
+    CallFormat.FENCE: _Form(
+        _read_json,
+        r"```[ \t]*tool(?:_call)?[ \t]*(?:\r?\n|(?=[{\[]))",
+        r"\s*```",
+        r"```[ \t]*(?:json)?[ \t]*(?:\r?\n|(?=[{\[]))",
+    ),
+}
+_ANY_MARK = re.compile("|".join(form.mark for form in _FORMS.values()))
+_HEAD = re.compile(r'\s*(?:\[?\s*\{[^{}]*?"(?:name|function)"\s*:\s*"|\[\s*(?=[\w.]+\())(?P<name>[\w.-]+)')
+"""What a call begins with that may be broken."""
+_ANALYSIS = re.compile(
+    r"<\|channel\|>analysis[^<]*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)", re.DOTALL
 )
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_HARMONY_MARK = re.compile(r"<\|(?:start|channel|constrain)\|>\w*|<\|(?:message|end|call|return)\|>")
 
 
-def _read_harmony(text: str, schemas: Schemas) -> Spoken:
-    """Read messages by their channel: calls have a recipient, and what is analysed is thought."""
-    if "<|message|>" not in text:
-        return Spoken(content=text)
-    thoughts: list[str] = []
-    prose: list[str] = []
-    calls, mistakes = [], []
-    for block in _BLOCK.finditer(text):
-        head, body = block["head"], block["body"]
-        if (recipient := _RECIPIENT.search(head)) is not None:
-            try:
-                calls.append(_to_call(recipient.group(1), body.strip() or "{}"))
-            except ValueError as error:
-                mistakes.append(_mistake(body, error))
-        else:
-            (thoughts if "analysis" in head else prose).append(body)
-    thought = "\n".join(thoughts) if thoughts else None
-    return Spoken(
-        content="\n".join(prose), reasoning=thought, calls=tuple(calls), mistakes=tuple(mistakes), source=text
-    )
-
-
-_FENCE = re.compile(r"```[ \t]*(?P<label>tool_call|tool|json)?[ \t]*(?:\r?\n|(?=[{\[]))")
-_FENCE_END = re.compile(r"\s*```")
-
-
-def _read_fences(text: str, schemas: Schemas) -> Spoken:
-    """Read fenced blocks that hold a call; one of JSON that does not call a known tool is prose."""
-
-    def read(mark: re.Match[str]) -> Found:
-        is_meant = mark["label"] in ("tool", "tool_call")
+def _scan(text: str, name: CallFormat, schemas: Schemas) -> Spoken:
+    """Read what stands between the marks of a form and their ends."""
+    form = _FORMS[name]
+    opening, closing = re.compile(f"(?P<mark>{form.mark})|{form.maybe}"), re.compile(form.end)
+    prose, calls, mistakes = "", [], []
+    place = kept = 0
+    while schemas and (mark := opening.search(text, place)) is not None:
+        found, wrong = [], None
         try:
-            calls, end = _read_calls(text, mark.end())
-        except ValueError:
-            named = re.compile(r"\s*\[?\s*\{\s*\"name\"\s*:\s*\"([^\"]*)\"").match(text, mark.end())
-            if is_meant or (named is not None and named.group(1) in schemas):
-                raise
-            return None
-        return (calls, end) if is_meant or all(call.name in schemas for call in calls) else None
-
-    return _scan(text, read, _FENCE, _FENCE_END)
+            found, behind = form.read(text, mark.end(), schemas)
+            if not found:
+                raise ValueError("no call follows")
+            called = found[0].name
+        except ValueError as error:
+            wrong, head, behind = error, _HEAD.match(text, mark.end()), len(text)
+            called = head["name"] if head else ""
+        if mark["mark"] is None and called not in schemas:
+            place = mark.start() + max(1, len(mark.group()))
+            continue
+        end = closing.match(text, behind) if wrong is None else closing.search(text, mark.end())
+        if wrong is not None:
+            mistakes.append(_mistake(text[mark.end() : end.start() if end else None], wrong))
+        calls += found
+        prose += text[kept : mark.start()]
+        place = kept = end.end() if end else behind
+    return Spoken(content=prose + text[kept:], calls=tuple(calls), mistakes=tuple(mistakes))
 
 
 def _mistake(source: str, error: ValueError) -> str:
@@ -426,70 +335,69 @@ def _mistake(source: str, error: ValueError) -> str:
     return f"a tool call that cannot be read: {why}: {source.strip():.200}"
 
 
-_FORMS: Mapping[CallFormat, tuple[Callable[[str, Schemas], Spoken], *tuple[str, ...]]] = {
-    # XML stands in the tag of Hermes.
-    CallFormat.QWEN_XML: (_read_xml, "<function="),
-    CallFormat.HERMES: (_read_tagged, "<tool_call>", "<|tool_call|>"),
-    CallFormat.MISTRAL: (_read_mistral, "[TOOL_CALLS]"),
-    CallFormat.PYTHON: (_read_python, "<function_calls>", "<|tool_call_start|>"),
-    CallFormat.HARMONY: (_read_harmony, "to=functions."),
-    CallFormat.LLAMA: (_read_llama, "<|python_tag|>"),
-    CallFormat.FENCE: (_read_fences, "```tool"),
-}
-"""What reads each form, and what shows a call of it."""
-
-_NAMES = (
+_RENDERERS = (
     *("kimi-k2", "deepseek-v3", "deepseek-v4", "glm-4.5", "glm-5", "minimax-m2", "gemma4"),
     *("hy3", "laguna-xs.2", "inkling"),
 )
-"""Renderers of `renderers` 0.1.12 whose families mark calls by tokens that no text spells."""
+"""Those of `renderers` 0.1.12 whose families mark calls by tokens that no text spells."""
 
 
-class _Adapter:
-    """A tokenizer as `renderers` asks for one."""
+def list_readers(tokenizer: Tokenizer) -> Iterator[CallReader]:
+    """Yield what reads calls: each form in text, then each family whose marks the tokenizer has."""
+    for form in CallFormat:
+        if form is not CallFormat.FENCE:
+            yield text_reader(form)
+    if find_spec("renderers") is None:
+        return
+    from renderers import config_from_name, create_renderer
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.name_or_path = ""
-        self.unk_token_id = None
-        self.eos_token_id = tokenizer.eos_id
-        self.chat_template = tokenizer.require_chat_template()
-
-    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        return [int(one) for one in self._tokenizer.encode(text)]
-
-    def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
-        return self._tokenizer.decode(token_ids)
-
-    def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        return self._tokenizer.token_id(tokens)
-
-    def get_vocab(self) -> dict[str, int]:
-        return self._tokenizer.vocab
+    adapter = adapt(tokenizer)
+    for name in _RENDERERS:
+        with suppress(AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            yield partial(_read_ids, create_renderer(adapter, config_from_name(name)))
 
 
-def read_ids(renderer: Any, text: str, reply_ids: IntArray, tools: Sequence[str]) -> Spoken:
+def text_reader(form: CallFormat) -> CallReader:
+    """Return what reads the calls of a form."""
+    return lambda text, _, tools: read_reply(text, form, list_schemas(tools))
+
+
+def adapt(tokenizer: Tokenizer) -> Any:
+    """Return a tokenizer as `renderers` asks for one."""
+    return SimpleNamespace(
+        name_or_path="",
+        unk_token_id=None,
+        eos_token_id=tokenizer.eos_id,
+        chat_template=tokenizer.require_chat_template(),
+        encode=lambda text, **_: tokenizer.encode(text).tolist(),
+        decode=lambda ids, **_: tokenizer.decode(ids),
+        convert_tokens_to_ids=tokenizer.token_id,
+        get_vocab=lambda: tokenizer.vocab,
+    )
+
+
+def _read_ids(renderer: Any, text: str, reply_ids: IntArray, tools: Sequence[str]) -> Spoken:
     """Take a reply apart by a renderer of its family; `reply_ids` are all that was sampled."""
     schemas = list_schemas(tools)
+    if not schemas:
+        return read_reply(text, CallFormat.FENCE, {})
     told = []
-    for one in (json.loads(tool)["function"] for tool in tools):
+    for name, schema in schemas.items():
         # Each value is told to be a text, and typed here as of all families: the package's types differ.
-        texts = {key: {"type": "string"} for key in schemas[one["name"]].get("properties") or ()}
-        told.append({**one, "parameters": {**schemas[one["name"]], "properties": texts}})
+        texts = {key: {"type": "string"} for key in schema.get("properties") or ()}
+        told.append({"name": name, "parameters": {**schema, "properties": texts}})
     found = renderer.parse_response(reply_ids.tolist(), tools=told)
     if found.reasoning_complete is False:
         return Spoken(content="", reasoning=found.reasoning_content)
     calls, mistakes = [], []
     for one in found.tool_calls:
-        values = one.arguments if isinstance(one.arguments, dict) else {}
-        written = {key: value for key, value in values.items() if isinstance(value, str)}
-        typed = type_values(written, schemas.get(one.name, {}))
-        values = {key: value for key, value in values.items() if key not in written} | typed
         try:
             # A call of a tool that is not there is answered as one.
             if one.status not in ("ok", "unknown_tool"):
                 raise ValueError(str(one.status))
-            calls.append(_to_call(one.name or "", values))
+            typed = isinstance(one.arguments, dict)
+            values = _type_values(one.arguments, schemas.get(one.name, {})) if typed else one.arguments
+            calls.append(_to_call(one.name, values))
         except ValueError as error:
             mistakes.append(_mistake(one.raw, error))
     return Spoken(
@@ -497,24 +405,4 @@ def read_ids(renderer: Any, text: str, reply_ids: IntArray, tools: Sequence[str]
         reasoning=found.reasoning_content,
         calls=tuple(calls),
         mistakes=tuple(mistakes),
-        source=(split_thought(text)[1] or "").strip(),
     )
-
-
-def find_renderer(tokenizer: Tokenizer, written: str, call: ToolCall, tools: Sequence[str]) -> Any:
-    """Return the renderer that reads a template's own text of a call as that call; None if none does."""
-    if find_spec("renderers") is None:
-        return None
-    from renderers import config_from_name, create_renderer
-
-    ids = tokenizer.encode(written)
-    for name in _NAMES:
-        try:
-            renderer = create_renderer(_Adapter(tokenizer), config_from_name(name))
-            found = read_ids(renderer, written, ids, tools).calls
-        except (AssertionError, AttributeError, KeyError, LookupError, TypeError, ValueError):
-            # A tokenizer without the tokens of this family.
-            continue
-        if is_one(found, call):
-            return renderer
-    return None

@@ -14,7 +14,7 @@ from strop.errors import StropError
 from strop.record import EventKind
 from strop.record.prediction import compare_prediction
 from strop.rollout import ToolCall
-from strop.tasks.tool_calls import guess_format, read_reply
+from strop.tasks.tool_calls import read_any
 from strop.view.live import EVALUATION, NOTES, TRAINING, LiveRun
 from strop.view.terminal import describe_duration, describe_usd
 
@@ -180,9 +180,8 @@ def describe_row(live: LiveRun, step: int, key: str, of: str = TRAINING) -> dict
 
 def read_calls(text: str) -> Sequence[ToolCall]:
     """Return the tool calls in a reply, in the syntax of any model family."""
-    form = guess_format(text)
     # The tools are not recorded, so a call of any name counts.
-    return () if form is None else read_reply(text, form, {"any": {}}).calls
+    return read_any(text, {"any": {}}).calls
 
 
 def _round(values: Any) -> list[float | None]:

@@ -21,7 +21,7 @@ from strop.tasks.answers import show_answer
 from strop.tasks.graders import GRADERS, STRICTNESS
 from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import equivalence
-from strop.tasks.prompt import pose, pose_messages
+from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask
 from strop.tasks.task import TaskLimits
@@ -229,8 +229,8 @@ class JudgedRows(RowTask):
         asked, base, thinking = self._ask(example), self._form.base_prompt, self._spec.thinking
         if isinstance(asked, str):
             base = None if base is None else fill(base, self.prompt_fields(example))
-            return pose(asked, base=base, thinking=thinking)
-        return pose_messages([Message(role=one["role"], content=one["content"]) for one in asked], thinking)
+            return pose(asked, thinking, base=base)
+        return pose([Message(role=one["role"], content=one["content"]) for one in asked], thinking)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the right answer in the forms of the data; of strictness 'strict', the first alone."""

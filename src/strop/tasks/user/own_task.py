@@ -18,7 +18,7 @@ from typing_extensions import override
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import UserCodeSection, UserTaskSpec
-from strop.tasks.prompt import pose_messages
+from strop.tasks.prompt import pose
 from strop.tasks.rows.row_task import SplitExamples
 from strop.tasks.task import Task, TaskLimits
 from strop.tasks.user import posing
@@ -89,7 +89,7 @@ class OwnTask(Task):
     @override
     def render(self, example: Example) -> tuple[Message, ...]:
         messages = [Message.from_json(value) for value in self._rows[example.example_id]["messages"]]
-        return pose_messages(messages, self._spec.thinking)
+        return pose(messages, self._spec.thinking)
 
     @override
     def problem_of(self, example: Example) -> str | None:
