@@ -174,4 +174,4 @@ def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name:
         for example in task.examples(split):
             last = task.render(example)[-1]
             assert isinstance(last, PosedMessage)
-            assert (last.role, last.thinking) == ("user", "on")
+            assert (last.role, last.is_thinking) == ("user", True)

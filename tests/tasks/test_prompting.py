@@ -16,7 +16,7 @@ from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, render_prompt
 from strop.tasks.generated import Arithmetic, ArithmeticSpec
 from strop.tasks.presets import PresetSpec
-from strop.tasks.prompt import PosedMessage, Prompted
+from strop.tasks.prompt import PosedMessage, Prompted, posed
 from strop.tokenizer import Tokenizer
 from tests.fixtures.every_task import CASES, section_of
 from tests.fixtures.judging import run_self_test
@@ -76,7 +76,7 @@ def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Pat
         assert task.limits_of(example).stops(is_base=True) == ("\n###",) == task.limits.stops(is_base=False)
         return
     assert task.limits_of(example) == own.limits_of(example)
-    assert getattr(asked[-1], "thinking", None) == getattr(before[-1], "thinking", None)
+    assert posed(asked).is_thinking == posed(before).is_thinking
     if name == "system_prompt":
         assert asked[0] == Message(role="system", content=SYSTEM)
         assert [message.text for message in asked[1:]] == [message.text for message in before]

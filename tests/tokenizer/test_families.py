@@ -91,7 +91,7 @@ def test_a_chat_reads_as_transformers_writes_it(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_that_the_template_writes_reads_as_that_call(tmp_path: Path, name: str) -> None:
     tokenizer = build(tmp_path, name)
-    is_told = find_reader(tokenizer) is None
+    is_told = find_reader(tokenizer, PromptFormat.CHAT) is None
     assert is_told == (FAMILIES[name]["form"] == "fence")
     asked = pose("Where?", tools=(TOOL,))
     prompt, _ = render_prompt(tokenizer, asked, "chat")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -36,14 +36,14 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
 }
 ODD = '{"place" : "a\\"b </tool_call> ```", "depth": 1.0}'
-FORMS = {
-    CallFormat.HERMES: (
+FORMS: dict[CallFormat, tuple[str, str]] = {
+    "hermes": (
         '<tool_call>\n{"name": "look", "arguments": ' + ODD + "}\n</tool_call>",
         '<tool_call>{"arguments": {}, "name": "go"}</tool_call>',
     ),
-    CallFormat.LLAMA: ('{"name": "look", "parameters": ' + ODD + "}", '; {"name": "go", "parameters": {}}'),
-    CallFormat.MISTRAL: ("[TOOL_CALLS]look[ARGS]" + ODD, "[TOOL_CALLS]go[ARGS]{}"),
-    CallFormat.FENCE: (
+    "llama": ('{"name": "look", "parameters": ' + ODD + "}", '; {"name": "go", "parameters": {}}'),
+    "mistral": ("[TOOL_CALLS]look[ARGS]" + ODD, "[TOOL_CALLS]go[ARGS]{}"),
+    "fence": (
         '```tool\n{"name": "look", "arguments": ' + ODD + "}\n```",
         '\n```json\n{"name": "go", "arguments": {}}\n```',
     ),
@@ -66,12 +66,12 @@ ROWS = [json.loads(line) for line in (FOLDER / "tool_calls.jsonl").read_text().s
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row['form']}: {row['why']}" for row in ROWS])
 def test_a_reply_is_read_as_it_is_meant(row: dict[str, Any]) -> None:
-    found = read_reply(row["text"], CallFormat(row["form"]), SCHEMAS)
+    found = read_reply(row["text"], row["form"], SCHEMAS)
     assert [[call.name, json.loads(call.arguments)] for call in found.calls] == row.get("calls", [])
     assert len(found.mistakes) == row.get("mistake", False)
     assert found.reasoning == row.get("reasoning")
     assert found.content == row.get("content", found.content)
-    assert read_reply(row["text"], CallFormat(row["form"]), {}).calls == ()
+    assert read_reply(row["text"], row["form"], {}).calls == ()
 
 
 THOUGHTS = [json.loads(line) for line in (FOLDER / "thoughts.jsonl").read_text().splitlines()]
@@ -82,14 +82,14 @@ def test_a_thought_stands_apart_from_what_is_said(row: dict[str, Any]) -> None:
     assert split_thought(row["text"]) == (row["thought"], row["said"])
 
 
-@pytest.mark.parametrize("form", CallFormat)
+@pytest.mark.parametrize("form", get_args(CallFormat))
 @pytest.mark.parametrize("text", ["{", "[", "<tool_call>", "<function=", "<function=go>", "```json\n{", "f{"])
 def test_a_hostile_reply_calls_nothing(form: CallFormat, text: str) -> None:
     assert read_reply(text * 10_000, form, SCHEMAS).calls == ()
 
 
 def test_calls_get_ids_that_equal_rollouts_share() -> None:
-    calls = read_reply("".join(FORMS[CallFormat.HERMES]), CallFormat.HERMES, SCHEMAS).calls
+    calls = read_reply("".join(FORMS["hermes"]), "hermes", SCHEMAS).calls
     assert [call.call_id for call in name_calls(calls, 3)] == ["000030000", "000030001"]
 
 
@@ -98,4 +98,4 @@ def test_a_model_without_a_template_for_tools_is_told_how_to_call() -> None:
     told = describe_tools([json.dumps({"type": "function", "function": function})])
     assert json.dumps(function) in told
     example = told[told.index("```") :].replace("NAME", "go")
-    assert [call.name for call in read_reply(example, CallFormat.FENCE, SCHEMAS).calls] == ["go"]
+    assert [call.name for call in read_reply(example, "fence", SCHEMAS).calls] == ["go"]

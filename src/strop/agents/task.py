@@ -39,7 +39,7 @@ from strop.spec.task import EnvironmentSection, TaskSection
 from strop.tasks import Task
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
-from strop.tasks.prompt import without_tools
+from strop.tasks.prompt import pose
 from strop.tasks.task import TaskLimits, TaskWrapper
 
 _MAX_ERROR_CHARS = 2000
@@ -104,7 +104,7 @@ class AgentTask(TaskWrapper):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Render the example as the task does, without its tools: a program has its own."""
-        return without_tools(super().render(example))
+        return pose(super().render(example))
 
 
 class Conducted(Environment):
@@ -163,7 +163,7 @@ class WorkspaceAttempt(PlayedWorld):
     @override
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         self._face = await self._held.enter_async_context(lease_face())
-        self._messages = without_tools(await super().reset(example, seed))
+        self._messages = pose(await super().reset(example, seed))
         return self._messages
 
     @override

@@ -16,19 +16,18 @@ from strop.engine import Completion
 from strop.rollout import FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import (
     PromptFormat,
-    chat_form,
     find_reader,
     posed,
     render_prompt,
     resolve_prompt_format,
-    spell_tools,
+    shown_form,
 )
-from strop.tasks.tool_calls import CallFormat, CallReader, Spoken, name_calls, text_reader
+from strop.tasks.tool_calls import CallReader, Spoken, name_calls, text_reader
 from strop.thoughts import begun_thought
 from strop.tokenizer import GUARD, Tokenizer
 
 _STAND_IN = "reply"
-_read_fences = text_reader(CallFormat.FENCE)
+_read_fences = text_reader("fence")
 
 
 class PromptCache:
@@ -43,7 +42,7 @@ class PromptCache:
     @property
     def call_reader(self) -> CallReader | None:
         """What reads the model's own calls; None: it is told in words how to write them."""
-        return find_reader(self.tokenizer) if self.prompt_format is PromptFormat.CHAT else None
+        return find_reader(self.tokenizer, self.prompt_format)
 
     def render(self, messages: tuple[Message, ...]) -> tuple[str, IntArray]:
         """Return the prompt as text and as ids; the same array object for equal messages."""
@@ -90,11 +89,11 @@ def encode_next_messages(
     renders the history differently once a reply follows, so that the ids cannot be extended.
     """
     if prompt_format is PromptFormat.BASE:
-        spelled = spell_tools((*history, *new_messages))[len(history) :]
-        text = "\n\n" + tokenizer.render_base(spelled)
+        spelled, _ = shown_form(tokenizer, (*history, *new_messages), prompt_format)
+        text = "\n\n" + tokenizer.render_base(spelled[len(history) :])
         return text, tokenizer.encode(tokenizer.guard(text))
     stand_in = Message(role="assistant", content=_STAND_IN, tool_calls=calls)
-    whole, tools = chat_form(tokenizer, (*history, stand_in, *new_messages))
+    whole, tools = shown_form(tokenizer, (*history, stand_in, *new_messages), prompt_format)
     before = tokenizer.render(whole[: len(history)], tools=tools)
     full = tokenizer.render(whole, is_thinking=posed(history).is_thinking, tools=tools)
     terminator = tokenizer.token_text(tokenizer.turn_end_id)

@@ -47,7 +47,7 @@ from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose, with_system
 from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
-from strop.tasks.tool_calls import CallFormat, Spoken, list_schemas, read_reply
+from strop.tasks.tool_calls import Spoken, list_schemas, read_reply
 from strop.tasks.user.own_task import OwnTask, require_whole
 from strop.tasks.user.posing import OPENING_SEED, opening_of
 from strop.tasks.user.rewards import as_outcome
@@ -331,7 +331,7 @@ class PlayedWorld(Environment):
         if not self._task.tools:
             return Spoken(content=action.text)
         schemas = list_schemas(tuple(self._task.tools.values())) if action.spoken is None else {}
-        return action.spoken or read_reply(action.text, CallFormat.FENCE, schemas)
+        return action.spoken or read_reply(action.text, "fence", schemas)
 
     async def _answer(self, text: str) -> Sequence[Message]:
         """Give a reply without a call to the object's `step`; without one the attempt is over."""

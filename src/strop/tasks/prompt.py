@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from strop.tokenizer import GUARD
 
 if TYPE_CHECKING:
     from strop.tokenizer import Tokenizer
-
-Thinking = Literal["off", "on", "model_default"]
-"""The values of `task.thinking`."""
 
 
 class PromptFormat(StrEnum):
@@ -48,28 +45,24 @@ class PosedMessage(Message):
 
     base: str | None = None
     """The complete prompt for a model without chat training, verbatim; None: the content."""
-    thinking: Thinking = "model_default"
-    """Whether a chat model is asked to think before it answers; by default as its chat template does."""
+    is_thinking: bool | None = None
+    """Whether a chat model is asked to think before it answers; None: as its chat template does."""
     tools: tuple[str, ...] = ()
     """Functions that the conversation may call, as JSON in the form of OpenAI's chat API."""
-
-    @property
-    def is_thinking(self) -> bool | None:
-        """Whether the model is asked to think; None: as its chat template does."""
-        return None if self.thinking == "model_default" else self.thinking == "on"
 
 
 def pose(
     asked: str | Sequence[Message],
-    thinking: Thinking = "model_default",
+    thinking: str = "model_default",
     *,
     base: str | None = None,
     tools: tuple[str, ...] = (),
 ) -> tuple[Message, ...]:
-    """Return messages whose last one poses a problem; of a text, one user turn."""
+    """Return messages whose last one poses a problem; of a text, one user turn. `thinking`: as in a task."""
+    is_thinking = {"on": True, "off": False}.get(thinking)
     *before, last = [Message(role="user", content=asked)] if isinstance(asked, str) else asked
     fields = {field.name: getattr(last, field.name) for field in dataclasses.fields(Message)}
-    return (*before, PosedMessage(**fields, base=base, thinking=thinking, tools=tools))
+    return (*before, PosedMessage(**fields, base=base, is_thinking=is_thinking, tools=tools))
 
 
 def posed(messages: Sequence[Message]) -> PosedMessage:
@@ -79,11 +72,14 @@ def posed(messages: Sequence[Message]) -> PosedMessage:
 
 
 @lru_cache(maxsize=16)
-def find_reader(tokenizer: Tokenizer) -> CallReader | None:
+def find_reader(tokenizer: Tokenizer, prompt_format: PromptFormat) -> CallReader | None:
     """Return what reads a call that the model's chat template writes as that call.
 
-    None if the template writes no call, or one that nobody here reads: then the model is told in words.
+    None in plain text, and if the template writes no call, or one that nobody here reads: then the model is
+    told in words how to call.
     """
+    if prompt_format is PromptFormat.BASE:
+        return None
     asked = Message(role="user", content="a")
     said = Message(role="assistant", tool_calls=(_PROBE_CALL,))
     try:
@@ -145,12 +141,12 @@ def render_prompt(
         token.
     """
     resolved = resolve_prompt_format(tokenizer, prompt_format)
+    shown, tools = shown_form(tokenizer, messages, resolved)
     if resolved is PromptFormat.CHAT:
-        shown, tools = chat_form(tokenizer, messages)
         text = tokenizer.render(shown, is_thinking=posed(messages).is_thinking, tools=tools)
         prompt_ids = tokenizer.encode(text)
     else:
-        text = tokenizer.guard(_base_text(tokenizer, spell_tools(messages)))
+        text = tokenizer.guard(_base_text(tokenizer, shown))
         # As the texts began that the model was trained on, and as lm-eval begins its prompts.
         prompt_ids = np.concatenate([tokenizer.start_ids, tokenizer.encode(text)])
     if not len(prompt_ids):
@@ -162,26 +158,14 @@ def render_prompt(
     return text.replace(GUARD, ""), prompt_ids
 
 
-def chat_form(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
-    """Return a conversation and its tools in the form of the model's chat template: see `render_prompt`."""
+def shown_form(
+    tokenizer: Tokenizer, messages: Sequence[Message], prompt_format: PromptFormat
+) -> tuple[Sequence[Message], tuple[str, ...]]:
+    """Return a conversation and the tools that the chat template is to be given: see `render_prompt`."""
     tools = posed(messages).tools
-    if tools and find_reader(tokenizer) is None:
-        return spell_tools(messages), ()
-    return messages, tools
-
-
-def spell_tools(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return a conversation for templates without tools: the problem describes them; they reply as user."""
-    tools = posed(messages).tools
-    return tuple(_spell(message, tools) for message in messages) if tools else tuple(messages)
-
-
-def without_tools(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return a conversation that names no tools."""
-    return tuple(
-        dataclasses.replace(message, tools=()) if isinstance(message, PosedMessage) else message
-        for message in messages
-    )
+    if not tools or find_reader(tokenizer, prompt_format) is not None:
+        return messages, tools
+    return [_spell(message, tools) for message in messages], ()
 
 
 def _spell(message: Message, tools: tuple[str, ...]) -> Message:
@@ -255,7 +239,7 @@ class Prompted(TaskWrapper):
                     next_step="correct the name; '{{' and '}}' stand for braces",
                 )
             text = fill(template, known)
-            messages = pose(text, posed(messages).thinking, base=text)
+            messages = (dataclasses.replace(posed(messages), content=text, base=text),)
         return with_system(messages, self._spec.system_prompt, example)
 
 

@@ -13,11 +13,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from strop.errors import DataError
 from strop.rollout import ToolCall
@@ -37,23 +36,8 @@ def list_schemas(tools: Sequence[str]) -> Schemas:
     return {one["name"]: one.get("parameters") or {} for one in functions}
 
 
-class CallFormat(StrEnum):
-    """How a family of models writes a call in text."""
-
-    QWEN_XML = "qwen-xml"
-    """`<tool_call><function=NAME><parameter=KEY>`: Qwen3-Coder, Qwen 3.5. Values are typed by the schema."""
-    HERMES = "hermes"
-    """`<tool_call>` with `{"name", "arguments"}` objects or a list of them: Hermes, Qwen 3, Granite."""
-    MISTRAL = "mistral"
-    """`[TOOL_CALLS]` and a list, or from version 11 on `NAME[ARGS]{...}` behind it."""
-    PYTHON = "python"
-    """`[NAME(KEY=VALUE)]` in tags of its own: OLMo 3, LFM2; or as the whole reply: Llama 4."""
-    HARMONY = "harmony"
-    """A message to `functions.NAME`, in a channel of its own: gpt-oss."""
-    LLAMA = "llama"
-    """`{"name", "parameters"}` as the reply, perhaps behind `<|python_tag|>`: Llama 3."""
-    FENCE = "fence"
-    """A fenced block with `{"name", "arguments"}`, for models whose template knows no tools."""
+CallFormat = Literal["qwen-xml", "hermes", "mistral", "python", "harmony", "llama", "fence"]
+"""How families of models write a call in text: see `_FORMS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +56,12 @@ CallReader = Callable[[str, "IntArray", Sequence[str]], Spoken]
 """(reply, with what its prompt had begun; its ids; functions in OpenAI's form, as JSON) -> its parts."""
 
 
+_ANALYSIS = re.compile(
+    r"<\|channel\|>analysis[^<]*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)", re.DOTALL
+)
+_HARMONY_MARK = re.compile(r"<\|(?:start|channel|constrain)\|>\w*|<\|(?:message|end|call|return)\|>")
+
+
 def read_reply(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
     """Take a reply apart.
 
@@ -79,7 +69,7 @@ def read_reply(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
     Thinking that is not closed is all of the reply. Calls in another form than the model's are mistakes.
     """
     said: str | None
-    if form is CallFormat.HARMONY and "<|message|>" in text:
+    if form == "harmony" and "<|message|>" in text:
         reasoning, said = "\n".join(_ANALYSIS.findall(text)) or None, _ANALYSIS.sub("", text)
     else:
         reasoning, said = split_thought(
@@ -92,13 +82,13 @@ def read_reply(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
     if schemas and not found.calls and not found.mistakes and _ANY_MARK.search(said) is not None:
         wrong = ValueError("calls are written in another form")
         found = replace(found, mistakes=(_mistake(said, wrong),))
-    content = _HARMONY_MARK.sub("", found.content) if form is CallFormat.HARMONY else found.content
+    content = _HARMONY_MARK.sub("", found.content) if form == "harmony" else found.content
     return replace(found, content=content.strip(), reasoning=reasoning)
 
 
 def read_any(text: str, schemas: Schemas) -> Spoken:
     """Take apart a reply of an unknown model: the first form counts in which it calls something."""
-    read = [read_reply(text, form, schemas) for form in CallFormat]
+    read = [read_reply(text, form, schemas) for form in _FORMS]
     return next((one for one in read if one.calls), read[-1])
 
 
@@ -196,17 +186,21 @@ def _type_values(values: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[s
     typed: dict[str, Any] = {}
     for key, value in values.items():
         types = _list_types(schema.get("properties", {}).get(key), schema)
-        if isinstance(value, str) and "null" in types and value.strip() in ("null", "None"):
-            typed[key] = None
-        elif not isinstance(value, str) or "string" in types or value.strip():
+        is_null = "null" in types and str(value).strip() in ("null", "None")
+        if not isinstance(value, str) or ("string" in types and not is_null):
             typed[key] = value
-        if isinstance(typed.get(key), str) and "string" not in types:
-            for read in (ast.literal_eval, json.loads):
-                with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-                    read_value = read(value.strip())
-                    json.dumps(read_value)
-                    typed[key] = read_value
+        elif value.strip():
+            typed[key] = _read_literal(value.strip())
     return typed
+
+
+def _read_literal(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            value = read(text)
+            json.dumps(value)
+            return value
+    return text
 
 
 def _list_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
@@ -225,11 +219,11 @@ def _list_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str
     return {declared} if isinstance(declared, str) else set(declared)
 
 
-_PYTHON_END = r"</function_calls>|<\|tool_call_end\|>|\Z"
+_PYTHON_END = re.compile(r"</function_calls>|<\|tool_call_end\|>|\Z")
 
 
 def _read_python(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
-    end = re.compile(_PYTHON_END).search(text, start)
+    end = _PYTHON_END.search(text, start)
     assert end is not None
     try:
         tree = _Named().visit(ast.parse(text[start : end.start()].strip()))
@@ -255,75 +249,60 @@ class _Named(ast.NodeTransformer):
         return ast.Constant(names[node.id]) if node.id in names else node
 
 
-class _Form(NamedTuple):
-    """Marks of a form, as regular expressions."""
-
-    read: Callable[[str, int, Schemas], tuple[list[ToolCall], int]]
-    """(text, place behind a mark, schemas) -> calls, and where they end. Raises: ValueError."""
-    mark: str
-    """What begins a call."""
-    end: str
-    """What ends one; forgiven where it is missing."""
-    maybe: str = r"(?!)"
-    """What may begin a call, or prose: only a call of a known tool counts."""
-
-
-_FORMS = {
-    # XML stands in the tag of Hermes, and the object of Llama in most.
-    CallFormat.QWEN_XML: _Form(_read_xml, r"<tool_call>|(?=<function=)", r"\s*</tool_call>"),
-    CallFormat.HERMES: _Form(
-        _read_json, r"<\|?tool_calls?\|?>|<TOOLCALL>", r"\s*(?:<\|?/tool_calls?\|?>|</TOOLCALL>)"
-    ),
-    CallFormat.MISTRAL: _Form(_read_json, r"\[TOOL_CALLS\]", r"\Z"),
-    CallFormat.PYTHON: _Form(
-        _read_python, r"<function_calls>|<\|tool_call_start\|>", _PYTHON_END, r"\A\s*(?=\[\s*[\w.]+\()"
-    ),
-    CallFormat.HARMONY: _Form(_read_json, r"\bto=functions\.", r"\s*<\|(?:call|end|return)\|>"),
-    CallFormat.LLAMA: _Form(
-        _read_json,
-        r'<\|python_tag\|>|\A\s*(?=\[?\s*\{\s*"(?:type|name|function)"\s*:\s*"[^"]*"\s*,'
-        r'\s*"(?:name|function|arguments|parameters)")',
-        r"\Z",
-        r"(?=\{)",
-    ),
-    CallFormat.FENCE: _Form(
-        _read_json,
-        r"```[ \t]*tool(?:_call)?[ \t]*(?:\r?\n|(?=[{\[]))",
-        r"\s*```",
-        r"```[ \t]*(?:json)?[ \t]*(?:\r?\n|(?=[{\[]))",
-    ),
+_NEVER = "(?!)"
+_LABELLED = r"[ \t]*(?:\r?\n|(?=[{\[]))"
+_BEGUN = r'\A\s*(?=\[?\s*\{\s*"(?:type|name|function)"\s*:\s*"[^"]*"\s*,\s*"(?:name|func|arg|para))'
+_FORMS: Mapping[CallFormat, tuple[Callable[[str, int, Schemas], tuple[list[ToolCall], int]], str, str]] = {
+    # Qwen3-Coder, Qwen 3.5. Values are typed by the schema.
+    "qwen-xml": (_read_xml, r"<tool_call>|(?=<function=)", _NEVER),
+    # Objects or a list of them: Hermes, Qwen 3, Granite, Hunyuan, Nemotron.
+    "hermes": (_read_json, r"<\|?tool_calls?\|?>|<TOOLCALL>", _NEVER),
+    # A list, or from version 11 on NAME[ARGS]{...}.
+    "mistral": (_read_json, r"\[TOOL_CALLS\]", _NEVER),
+    # [NAME(KEY=VALUE)]: OLMo 3, LFM2; as the whole reply: Llama 4.
+    "python": (_read_python, r"<function_calls>|<\|tool_call_start\|>", r"\A\s*(?=\[\s*[\w.]+\()"),
+    # gpt-oss: a message to functions.NAME, in a channel of its own.
+    "harmony": (_read_json, r"\bto=functions\.", _NEVER),
+    # Llama 3: an object as the reply. In most of those above there is one too.
+    "llama": (_read_json, rf"<\|python_tag\|>|{_BEGUN}", r"(?=\{)"),
+    # For models whose template knows no tools.
+    "fence": (_read_json, rf"```[ \t]*tool(?:_call)?{_LABELLED}", rf"```[ \t]*(?:json)?{_LABELLED}"),
 }
-_ANY_MARK = re.compile("|".join(form.mark for form in _FORMS.values()))
+"""What reads a call behind a mark, what marks one, and what may begin one of a known tool, or prose.
+
+A reader takes text, place and schemas, returns calls and where they end, and raises ValueError.
+"""
+_END = re.compile(
+    r"\s*(?:<\|?/tool_calls?\|?>|</TOOLCALL>|</function_calls>|<\|tool_call_end\|>|<\|call\|>|```|\Z)"
+)
+_ANY_MARK = re.compile("|".join(mark for _, mark, _ in _FORMS.values()))
 _HEAD = re.compile(r'\s*(?:\[?\s*\{[^{}]*?"(?:name|function)"\s*:\s*"|\[\s*(?=[\w.]+\())(?P<name>[\w.-]+)')
 """What a call begins with that may be broken."""
-_ANALYSIS = re.compile(
-    r"<\|channel\|>analysis[^<]*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)", re.DOTALL
-)
-_HARMONY_MARK = re.compile(r"<\|(?:start|channel|constrain)\|>\w*|<\|(?:message|end|call|return)\|>")
 
 
-def _scan(text: str, name: CallFormat, schemas: Schemas) -> Spoken:
-    """Read what stands between the marks of a form and their ends."""
-    form = _FORMS[name]
-    opening, closing = re.compile(f"(?P<mark>{form.mark})|{form.maybe}"), re.compile(form.end)
+def _scan(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
+    """Read what stands between the marks of a form and their ends; a missing end is forgiven."""
+    read, marks, maybe = _FORMS[form]
+    opening = re.compile(f"(?P<mark>{marks})|{maybe}")
     prose, calls, mistakes = "", [], []
     place = kept = 0
     while schemas and (mark := opening.search(text, place)) is not None:
         found, wrong = [], None
         try:
-            found, behind = form.read(text, mark.end(), schemas)
+            found, behind = read(text, mark.end(), schemas)
             if not found:
                 raise ValueError("no call follows")
             called = found[0].name
         except ValueError as error:
-            wrong, head, behind = error, _HEAD.match(text, mark.end()), len(text)
+            wrong, head = error, _HEAD.match(text, mark.end())
             called = head["name"] if head else ""
         if mark["mark"] is None and called not in schemas:
             place = mark.start() + max(1, len(mark.group()))
             continue
-        end = closing.match(text, behind) if wrong is None else closing.search(text, mark.end())
-        if wrong is not None:
-            mistakes.append(_mistake(text[mark.end() : end.start() if end else None], wrong))
+        if wrong is None:
+            end = _END.match(text, behind)
+        elif (end := _END.search(text, mark.end())) is not None:
+            mistakes.append(_mistake(text[mark.end() : end.start()], wrong))
         calls += found
         prose += text[kept : mark.start()]
         place = kept = end.end() if end else behind
@@ -344,8 +323,8 @@ _RENDERERS = (
 
 def list_readers(tokenizer: Tokenizer) -> Iterator[CallReader]:
     """Yield what reads calls: each form in text, then each family whose marks the tokenizer has."""
-    for form in CallFormat:
-        if form is not CallFormat.FENCE:
+    for form in _FORMS:
+        if form != "fence":
             yield text_reader(form)
     if find_spec("renderers") is None:
         return
@@ -367,12 +346,9 @@ def adapt(tokenizer: Tokenizer) -> Any:
     return SimpleNamespace(
         name_or_path="",
         unk_token_id=None,
-        eos_token_id=tokenizer.eos_id,
-        chat_template=tokenizer.require_chat_template(),
         encode=lambda text, **_: tokenizer.encode(text).tolist(),
         decode=lambda ids, **_: tokenizer.decode(ids),
         convert_tokens_to_ids=tokenizer.token_id,
-        get_vocab=lambda: tokenizer.vocab,
     )
 
 
@@ -380,7 +356,7 @@ def _read_ids(renderer: Any, text: str, reply_ids: IntArray, tools: Sequence[str
     """Take a reply apart by a renderer of its family; `reply_ids` are all that was sampled."""
     schemas = list_schemas(tools)
     if not schemas:
-        return read_reply(text, CallFormat.FENCE, {})
+        return read_reply(text, "fence", {})
     told = []
     for name, schema in schemas.items():
         # Each value is told to be a text, and typed here as of all families: the package's types differ.
