@@ -124,57 +124,48 @@ def _to_call(name: Any, arguments: Any) -> ToolCall:
 
 
 def _call_of(value: Any) -> ToolCall:
-    """Return what an object calls. Raises: ValueError."""
-    function = value.get("function") if isinstance(value, dict) else None
-    # OpenAI's object.
-    value = function if isinstance(function, dict) else value
+    """Return what an object calls, OpenAI's with a function in it too. Raises: ValueError."""
     fields = value if isinstance(value, dict) else {}
-    return _to_call(fields.get("name", function), fields.get("arguments", fields.get("parameters", {})))
+    if isinstance(fields.get("function"), dict):
+        fields = fields["function"]
+    name = fields.get("name", fields.get("function"))
+    return _to_call(name, fields.get("arguments", fields.get("parameters", {})))
 
 
 _DECODER = json.JSONDecoder()
 _OBJECT = re.compile(
     r"\s*[,;]?\s*"
     # Mistral's and gpt-oss's calls have the name before their object.
-    r"(?:(?P<name>[\w.-]++)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*|[^{]*?<\|message\|>\s*)?)?(?=\[?\s*\{)"
+    r"(?:(?P<name>[\w.-]++)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*|[^{=]*?<\|message\|>\s*|(?=\{)))?"
+    r"(?=\[?\s*\{)"
 )
 
 
-def _read_json(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
-    calls: list[ToolCall] = []
+def _read_json(text: str, start: int, schemas: Schemas) -> Iterator[tuple[ToolCall, int]]:
     while (found := _OBJECT.match(text, start)) is not None:
         try:
             value, start = _DECODER.raw_decode(text, found.end())
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if found["name"]:
-            calls.append(_to_call(found["name"], value))
+            yield _to_call(found["name"], value), start
         else:
-            calls += map(_call_of, value if isinstance(value, list) else [value])
-    return calls, start
+            yield from ((_call_of(one), start) for one in (value if isinstance(value, list) else [value]))
 
 
-_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>\n?")
 _PARAMETER = re.compile(
-    r"\s*<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))",
-    re.DOTALL,
+    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL
 )
-_FUNCTION_END = re.compile(r"\s*</function>")
+_FUNCTION = re.compile(
+    rf"\s*<function=(?P<name>[^>\n]+)>(?P<body>(?:{_PARAMETER.pattern})*+)\s*</function>", re.DOTALL
+)
 
 
-def _read_xml(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
-    calls: list[ToolCall] = []
+def _read_xml(text: str, start: int, schemas: Schemas) -> Iterator[tuple[ToolCall, int]]:
     while (function := _FUNCTION.match(text, start)) is not None:
         name, start = function["name"].strip(), function.end()
-        arguments: dict[str, str] = {}
-        while (parameter := _PARAMETER.match(text, start)) is not None:
-            arguments[parameter["name"].strip()] = parameter["value"]
-            start = parameter.end()
-        if (end := _FUNCTION_END.match(text, start)) is None:
-            raise ValueError("its parameters, or </function>, are not whole")
-        start = end.end()
-        calls.append(_to_call(name, _type_values(arguments, schemas.get(name, {}))))
-    return calls, start
+        arguments = {key.strip(): value for key, value in _PARAMETER.findall(function[0])}
+        yield _to_call(name, _type_values(arguments, schemas.get(name, {}))), start
 
 
 def _type_values(values: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,14 +213,14 @@ def _list_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str
 _PYTHON_END = re.compile(r"</function_calls>|<\|tool_call_end\|>|\Z")
 
 
-def _read_python(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+def _read_python(text: str, start: int, schemas: Schemas) -> Iterator[tuple[ToolCall, int]]:
     end = _PYTHON_END.search(text, start)
     assert end is not None
     try:
         tree = _Named().visit(ast.parse(text[start : end.start()].strip()))
         nodes = [node.value if isinstance(node, ast.Expr) else None for node in tree.body]
         listed = [one for node in nodes for one in (node.elts if isinstance(node, ast.List) else [node])]
-        return list(map(_python_call, listed)), end.start()
+        yield from ((_python_call(one), end.start()) for one in listed)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("it is no call in Python's form") from error
 
@@ -252,7 +243,9 @@ class _Named(ast.NodeTransformer):
 _NEVER = "(?!)"
 _LABELLED = r"[ \t]*(?:\r?\n|(?=[{\[]))"
 _BEGUN = r'\A\s*(?=\[?\s*\{\s*"(?:type|name|function)"\s*:\s*"[^"]*"\s*,\s*"(?:name|func|arg|para))'
-_FORMS: Mapping[CallFormat, tuple[Callable[[str, int, Schemas], tuple[list[ToolCall], int]], str, str]] = {
+_FORMS: Mapping[
+    CallFormat, tuple[Callable[[str, int, Schemas], Iterator[tuple[ToolCall, int]]], str, str]
+] = {
     # Qwen3-Coder, Qwen 3.5. Values are typed by the schema.
     "qwen-xml": (_read_xml, r"<tool_call>|(?=<function=)", _NEVER),
     # Objects or a list of them: Hermes, Qwen 3, Granite, Hunyuan, Nemotron.
@@ -270,7 +263,7 @@ _FORMS: Mapping[CallFormat, tuple[Callable[[str, int, Schemas], tuple[list[ToolC
 }
 """What reads a call behind a mark, what marks one, and what may begin one of a known tool, or prose.
 
-A reader takes text, place and schemas, returns calls and where they end, and raises ValueError.
+A reader takes text, place and schemas, yields calls and where each ends, and raises ValueError.
 """
 _END = re.compile(
     r"\s*(?:<\|?/tool_calls?\|?>|</TOOLCALL>|</function_calls>|<\|tool_call_end\|>|<\|call\|>|```|\Z)"
@@ -287,22 +280,24 @@ def _scan(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
     prose, calls, mistakes = "", [], []
     place = kept = 0
     while schemas and (mark := opening.search(text, place)) is not None:
-        found, wrong = [], None
+        found: list[ToolCall] = []
+        behind, wrong = mark.end(), None
         try:
-            found, behind = read(text, mark.end(), schemas)
+            for call, place in read(text, mark.end(), schemas):
+                found.append(call)
+                behind = place
             if not found:
                 raise ValueError("no call follows")
-            called = found[0].name
         except ValueError as error:
-            wrong, head = error, _HEAD.match(text, mark.end())
-            called = head["name"] if head else ""
+            wrong = error
+        head = _HEAD.match(text, mark.end())
+        called = found[0].name if found else head and head["name"]
         if mark["mark"] is None and called not in schemas:
             place = mark.start() + max(1, len(mark.group()))
             continue
-        if wrong is None:
-            end = _END.match(text, behind)
-        elif (end := _END.search(text, mark.end())) is not None:
-            mistakes.append(_mistake(text[mark.end() : end.start()], wrong))
+        end = _END.match(text, behind)
+        if wrong is not None and (end := _END.search(text, behind)) is not None:
+            mistakes.append(_mistake(text[behind : end.start()], wrong))
         calls += found
         prose += text[kept : mark.start()]
         place = kept = end.end() if end else behind
