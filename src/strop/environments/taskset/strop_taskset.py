@@ -29,7 +29,7 @@ from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import Judge
-from strop.tasks.prompt import tools_of
+from strop.tasks.prompt import posed
 from strop.tasks.tool_calls import Spoken
 from strop.tasks.user.posing import OPENING_SEED
 
@@ -125,7 +125,7 @@ async def _converse(
     """Let the model and the environment take turns, until one of them or a limit ends it."""
     opening = await environment.reset(example, OPENING_SEED)
     asked["messages"] = [message.to_json() for message in opening]
-    if tools := [json.loads(schema) for schema in tools_of(opening)]:
+    if tools := [json.loads(schema) for schema in posed(opening).tools]:
         asked["tools"] = tools
     num_left = environment.max_attempt_tokens or math.inf
     for _ in range(environment.max_turns):
