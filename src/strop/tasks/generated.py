@@ -16,32 +16,30 @@ import math
 import random
 import re
 import sys
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import fields
+from contextlib import redirect_stdout
 from decimal import Decimal
 from functools import cached_property
 from importlib.metadata import version as package_version
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any, Literal
 
-import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.base import FreeTable, SpecConflict, expert
+from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import ends_with_number, judged_text, last_number
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
+from strop.tasks.registry import import_extra
 from strop.tasks.task import Task, TaskLimits, right_or_wrong
 from strop.tasks.version import fit_limits, hash_version
 
-_MAX_DRAWS = 50
-"""For each example that is asked for."""
+_DRAWS = 8
+"""For each example that is asked for: problems may repeat each other."""
 
 
 class DrawnSection(TaskSection):
@@ -56,6 +54,9 @@ class DrawnSection(TaskSection):
 class DrawnTask(Task):
     """A task with as many examples as are asked for."""
 
+    release = ""
+    """Of the package that makes the problems."""
+
     def __init__(self, spec: TaskSection, limits: TaskLimits, prompt: str, verifier: str) -> None:
         self.limits = fit_limits(limits, spec)
         self._spec, self._prompt, self._verifier = spec, prompt, verifier
@@ -63,17 +64,17 @@ class DrawnTask(Task):
 
     @property
     def version(self) -> str:
-        """Hash over the settings and limits: they decide every example."""
-        return hash_version(self.name, self._prompt, self._verifier, self.limits, self._spec)
+        """Hash over the settings and limits, and a package's release: they decide every example."""
+        return hash_version(self.name, self._prompt, self._verifier, self.limits, self._spec, self.release)
 
     @abstractmethod
-    def draws(self) -> Iterator[Example]:
-        """Yield problems, the same ones in every process; they may repeat each other, and never end."""
+    def draw(self, number: int) -> Iterator[Example]:
+        """Yield problems, the same ones in every process: `number`, some of them alike, or all there are."""
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split; held-out ones stay the same when `num_train` changes.
 
-        Raises: ConfigError if there are too few different ones; any exception of `draws`.
+        Raises: ConfigError if there are too few different ones; any exception of `draw`.
         """
         is_held_out = split is Split.HELD_OUT
         return self._examples[: self.num_held_out] if is_held_out else self._examples[self.num_held_out :]
@@ -84,7 +85,7 @@ class DrawnTask(Task):
         num_wanted = self.num_held_out + self.num_train
         found: dict[str, Example] = {}
         held_out: set[str | None] = set()
-        for example in islice(self.draws(), _MAX_DRAWS * num_wanted):
+        for example in self.draw(_DRAWS * num_wanted):
             if len(found) < self.num_held_out:
                 held_out.add(self.problem_of(example))
             elif self.problem_of(example) in held_out:
@@ -102,8 +103,6 @@ class DrawnTask(Task):
 
 _SUM = "What is {a} + {b}?"
 _BASE_SUM = f"{_SUM}\nA:"
-_MAX_VALUE = 300
-_NUM_ROUNDS = 4
 
 
 class ArithmeticSpec(TaskSection):
@@ -112,15 +111,15 @@ class ArithmeticSpec(TaskSection):
     name: Literal["arithmetic"] = "arithmetic"
     min_value: int = Field(
         default=1,
-        ge=0,
-        le=_MAX_VALUE,
+        ge=1,
+        le=300,
         description="Smallest number, included; 10 with 99: two digits each.",
         json_schema_extra=expert("the sums can be made harder"),
     )
     max_value: int = Field(
         default=20,
-        ge=0,
-        le=_MAX_VALUE,
+        ge=1,
+        le=300,
         description="Largest number, included.",
         json_schema_extra=expert("the sums can be made harder"),
     )
@@ -134,19 +133,8 @@ class ArithmeticSpec(TaskSection):
     @property
     def num_train(self) -> int:
         """Pairs to train on; the mirror of the last one of an odd number that is held out is in no split."""
-        return (self.max_value - self.min_value + 1) ** 2 - self.num_held_out - self.num_held_out % 2
-
-    @model_validator(mode="after")
-    def _check_range(self) -> ArithmeticSpec:
-        if self.min_value > self.max_value or self.num_train < 1:
-            given = {key: getattr(self, key) for key in ("num_held_out", "min_value", "max_value")}
-            raise SpecConflict(
-                {f"task.{key}": value for key, value in given.items()},
-                "no pair is left to train on",
-                allowed="a range of more pairs than are held out; of two numbers both orders are, or none",
-                next_step="lower task.num_held_out or raise task.max_value",
-            )
-        return self
+        num_values = max(0, self.max_value - self.min_value + 1)
+        return max(0, num_values**2 - self.num_held_out - self.num_held_out % 2)
 
 
 class Arithmetic(DrawnTask):
@@ -159,21 +147,23 @@ class Arithmetic(DrawnTask):
     _spec: ArithmeticSpec
 
     def __init__(self, spec: ArithmeticSpec) -> None:
-        # Where there is a zero, so many questions end in their answer: What is 0 + 7?
-        chance = 0.0 if spec.min_value else 1.0 / (spec.max_value + 1)
-        limits = TaskLimits(max_reply_tokens=32, base_stop_strings=("\n",), chance=chance)
+        limits = TaskLimits(max_reply_tokens=32, base_stop_strings=("\n",))
         super().__init__(spec, limits, _BASE_SUM, "last-number-2")
 
-    def draws(self) -> Iterator[Example]:
+    def draw(self, number: int) -> Iterator[Example]:
         """Yield all pairs, those of held-out problems first, in an order that the settings alone decide."""
         spec = self._spec
         equal = [(value, value) for value in range(spec.min_value, spec.max_value + 1)]
         problems = [((a, b), (b, a)) for b, _ in equal for a in range(spec.min_value, b)]
         # Two pairs of equal numbers form a problem, so that every problem has two pairs.
         problems += zip(equal[::2], equal[1::2], strict=False)
+        ranked = [(rank, problems[_place_of(rank, len(problems))]) for rank in range(len(problems))]
         num_held_out = math.ceil(spec.num_held_out / 2)
-        pairs = _shuffle(problems, range(num_held_out))
-        pairs += _shuffle(problems, range(num_held_out, len(problems)))
+        pairs: list[tuple[int, int]] = []
+        for part in (ranked[:num_held_out], ranked[num_held_out:]):
+            # One pair of each problem, then the others; which, the rank decides, not the numbers.
+            for other in (0, 1):
+                pairs += [problem[(rank + other) % 2] for rank, problem in part]
         # Of an odd number of pairs one has no partner.
         pairs += equal[-1:] if len(equal) % 2 else []
         return (make_example(self.name, {"a": a, "b": b}, str(a + b)) for a, b in pairs)
@@ -203,18 +193,6 @@ class Arithmetic(DrawnTask):
         return str(a + b), f"{a} + {b} = {a + b}.", f"The answer is {a + b:,}", f"**{a + b}.0**"
 
 
-_Pair = tuple[int, int]
-
-
-def _shuffle(problems: Sequence[tuple[_Pair, _Pair]], ranks: range) -> list[_Pair]:
-    """Return one pair of each problem at these ranks of a fixed permutation, then the other ones."""
-    chosen = [problems[_place_of(rank, len(problems))] for rank in ranks]
-    # The rank is independent of the numbers, and so is the order of the two pairs.
-    return [
-        problem[(rank + other) % 2] for other in (0, 1) for rank, problem in zip(ranks, chosen, strict=True)
-    ]
-
-
 def _place_of(rank: int, size: int) -> int:
     """Return the place of `rank` in a fixed permutation of range(size).
 
@@ -224,7 +202,7 @@ def _place_of(rank: int, size: int) -> int:
     mask = (1 << num_bits) - 1
     while True:
         left, right = rank >> num_bits, rank & mask
-        for round_index in range(_NUM_ROUNDS):
+        for round_index in range(4):
             name = f"arithmetic/{size}/{round_index}/{right}".encode()
             noise = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
             left, right = right, left ^ (noise & mask)
@@ -234,12 +212,7 @@ def _place_of(rank: int, size: int) -> int:
 
 
 _REVERSE = "Write this text backwards, letter by letter: {text}"
-_MAX_WORD_CHARS = 8
-_MAX_PREAMBLE_TOKENS = 32
-_CHANCE = 0.02
-"""Reward of nonsense: it may begin with the right letter."""
-
-# No word reads the same both ways, so copying is never right.
+# Of 8 letters at most. None reads the same both ways, so copying is never right.
 _WORD_LIST = """
     amber anchor apple autumn basket beacon bird border bottle branch bread bridge bright broom butter
     cabin candle canvas carpet castle cedar chalk cherry circle clever cloud clover coast copper corner
@@ -253,7 +226,6 @@ _WORD_LIST = """
     timber tower travel valley velvet village violet walnut water wheel willow window winter wolf wooden
     yarn yellow
 """
-WORDS = tuple(_WORD_LIST.split())
 
 
 class ReverseTextSpec(DrawnSection):
@@ -281,16 +253,16 @@ class ReverseText(DrawnTask):
     _spec: ReverseTextSpec
 
     def __init__(self, spec: ReverseTextSpec) -> None:
-        own_limit = _MAX_PREAMBLE_TOKENS + (_MAX_WORD_CHARS + 1) * spec.max_words
-        limits = TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE)
+        # A sentence before, and a token for each letter. Nonsense may begin with the right letter.
+        limits = TaskLimits(max_reply_tokens=32 + 9 * spec.max_words, chance=0.02)
         super().__init__(spec, limits, _REVERSE, "common-beginning-4")
 
-    def draws(self) -> Iterator[Example]:
+    def draw(self, number: int) -> Iterator[Example]:
         """Yield texts of words of the list."""
-        stream = random.Random(f"reverse-text/1/{self._spec.max_words}")
-        while True:
+        words, stream = _WORD_LIST.split(), random.Random(f"reverse-text/1/{self._spec.max_words}")
+        for _ in range(number):
             num_words = stream.randint(1, self._spec.max_words)
-            text = " ".join(stream.choice(WORDS) for _ in range(num_words))
+            text = " ".join(stream.choice(words) for _ in range(num_words))
             yield make_example(self.name, {"text": text}, text[::-1])
 
     def problem_of(self, example: Example) -> str:
@@ -332,21 +304,17 @@ def share_of_beginning(reply: str, gold: str) -> float:
 
 
 _QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer>."
-_GYM_LIMITS = TaskLimits(max_reply_tokens=2048, base_stop_strings=("</answer>",), verify_limit_s=5.0)
-_TAG = re.compile(r"<( ?/ ?)?answer ?>", re.IGNORECASE)
+_CLOSING = re.compile(r"< ?/ ?answer ?>", re.IGNORECASE)
+_OPENED = re.compile(rf"<answer ?>(.*?)({_CLOSING.pattern}|(?=<answer ?>)|\Z)", re.IGNORECASE | re.DOTALL)
 _BOX = re.compile(r"\$?\\boxed\{([^{}]*)\}\$?")
-_OWN_SETTINGS = ("seed", "size")
-_SEED = 0
 _FULL_SCORE = 1.0 - 1e-9
-_GYM_DRAWS = 8
 _UNFIT = frozenset(
     {
-        *("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"),
-        "composite",
+        *("composite", "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication"),
+        *("ransom_note", "word_ladder"),
     }
 )
-"""Generators that iterate over Python's sets, whose problems differ between processes, and the one that mixes
-others, as the task mixture does."""
+"""Data sets whose problems differ between processes, and the one that mixes others, as a mixture does."""
 
 
 class ReasoningGymSpec(DrawnSection):
@@ -382,7 +350,9 @@ class ReasoningGym(DrawnTask):
     _spec: ReasoningGymSpec
 
     def __init__(self, spec: ReasoningGymSpec) -> None:
-        super().__init__(spec, _GYM_LIMITS, _QUESTION, "answer-tag-3")
+        limits = TaskLimits(max_reply_tokens=2048, base_stop_strings=("</answer>",), verify_limit_s=5.0)
+        super().__init__(spec, limits, _QUESTION, "answer-tag-3")
+        self._dataset: Any = None
         self._entries: dict[str, Mapping[str, Any]] = {}
         """What the scorer needs, by example id."""
 
@@ -392,27 +362,34 @@ class ReasoningGym(DrawnTask):
         return self._spec.dataset
 
     @property
-    def version(self) -> str:
-        """Hash over settings, prompt, limits and the release of the package."""
-        _load_package()
-        release = package_version("reasoning-gym")
-        return hash_version(self.name, self._prompt, self._verifier, self.limits, self._spec, release)
+    def release(self) -> str:
+        """Of the package. Raises: ConfigError if it is not installed."""
+        import_extra("reasoning_gym")
+        return package_version("reasoning-gym")
 
-    def draws(self) -> Iterator[Example]:
+    def draw(self, number: int) -> Iterator[Example]:
         """Yield the data set's problems.
 
         Raises: ConfigError if the package, the data set or one of its settings does not exist.
         """
-        spec = self._spec
-        for index in range(len(self._dataset)):
-            with _own_random_state(f"{spec.dataset}/{_SEED}/{index}"):
+        spec, create = self._spec, import_extra("reasoning_gym").create_dataset
+        try:
+            if spec.dataset in _UNFIT:
+                raise ValueError("its problems are others in each process")
+            self._dataset = create(spec.dataset, seed=0, size=number, **spec.config)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"task.dataset={spec.dataset} with task.config={spec.config}"
+                f" ({type(error).__name__}: {error})",
+                allowed=f"{', '.join(list_datasets())}, each with its own settings but seed and size",
+                next_step="correct the name, or the setting in task.config",
+            ) from error
+        for index in range(number):
+            with redirect_stdout(sys.stderr):  # Some of the generators print.
                 entry = self._dataset[index]
-            question, answer = str(entry["question"]), entry["answer"]
-            example = make_example(
-                self.name,
-                {"dataset": spec.dataset, "question": question},
-                None if answer is None else str(answer),
-            )
+            answer = None if entry["answer"] is None else str(entry["answer"])
+            fields = {"dataset": spec.dataset, "question": str(entry["question"])}
+            example = make_example(self.name, fields, answer)
             self._entries.setdefault(example.example_id, entry)
             yield example
 
@@ -436,10 +413,8 @@ class ReasoningGym(DrawnTask):
         Raises: KeyError if the example is not of this task; any exception of the data set's function.
         """
         answer, is_tagged = answer_of(text)
-        if not self._entries:
-            self.examples(Split.HELD_OUT)  # Draws them.
-        with _own_random_state(example.example_id):
-            score = float(self._dataset.score_answer(answer, self._entries[example.example_id]))
+        self.examples(Split.HELD_OUT)  # Draws them, the first time.
+        score = float(self._dataset.score_answer(answer, self._entries[example.example_id]))
         return Outcome(parts={"score": score}, is_correct=score >= _FULL_SCORE, format_ok=is_tagged)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
@@ -449,45 +424,16 @@ class ReasoningGym(DrawnTask):
         tagged = f"<answer>{example.answer}</answer>"
         return tagged, f"Let me think.\n{tagged}\n"
 
-    @cached_property
-    def _dataset(self) -> Any:
-        spec = self._spec
-        package = _load_package()
-        if spec.dataset not in (known := list_datasets()):
-            raise ConfigError(
-                f"task.dataset={spec.dataset} is not among the data sets of reasoning-gym that are taken",
-                allowed=", ".join(known),
-                next_step="choose one of these names",
-            )
-        size = _GYM_DRAWS * (self.num_held_out + self.num_train)
-        try:
-            with _own_random_state(f"{spec.dataset}/{_SEED}"):
-                return package.create_dataset(spec.dataset, seed=_SEED, size=size, **spec.config)
-        except (AssertionError, TypeError, ValueError) as error:
-            settings = fields(package.factory.DATASETS[spec.dataset][1])
-            names = sorted({field.name for field in settings} - set(_OWN_SETTINGS))
-            raise ConfigError(
-                f"task.config={spec.config} for reasoning-gym data set {spec.dataset}"
-                f" ({type(error).__name__}: {error})",
-                allowed=f"the data set's settings {', '.join(names)}",
-                next_step="correct or leave out the setting in task.config",
-            ) from error
-
 
 def answer_of(reply: str) -> tuple[str, bool]:
     """Return the answer of a reply, and whether it stands in a tag."""
-    before, *pieces = _TAG.split(judged_text(reply) or "")
-    slashes, texts = pieces[::2], [text.strip() for text in pieces[1::2]]
-    if all(slashes):
+    judged = judged_text(reply) or ""
+    opened = [(text.strip(), end) for text, end in _OPENED.findall(judged)]
+    if not opened:
         # The template may have opened the tag.
-        lines = (before + "".join(texts)).strip().splitlines()
+        lines = _CLOSING.sub("", judged).strip().splitlines()
         return (lines[-1].strip() if lines else ""), False
     # '<answer> and </answer>' is the prompt's wording. A last closing tag may be the stop string.
-    opened = [
-        (text, end)
-        for slash, text, end in zip(slashes, texts, [*slashes[1:], None], strict=True)
-        if not slash
-    ]
     closed = [text for text, end in opened if end and text not in ("", "and")]
     answer = next(reversed(closed or [text for text, _ in opened if text]), "")
     box = _BOX.fullmatch(answer)
@@ -496,35 +442,4 @@ def answer_of(reply: str) -> tuple[str, bool]:
 
 def list_datasets() -> list[str]:
     """Return the names of all data sets that are taken. Raises: ConfigError without the package."""
-    return sorted(set(_load_package().factory.DATASETS) - _UNFIT)
-
-
-def _load_package() -> Any:
-    try:
-        with warnings.catch_warnings():
-            # Raised by its sources when Python compiles them for the first time.
-            warnings.simplefilter("ignore", SyntaxWarning)
-            import reasoning_gym
-    except ImportError as error:
-        raise ConfigError(
-            f"task.name=reasoning-gym, but the package is not installed ({error})",
-            allowed="reasoning-gym with the extra 'tasks' installed",
-            next_step="pip install 'strop[tasks]'",
-        ) from error
-    return reasoning_gym
-
-
-@contextmanager
-def _own_random_state(stream_name: str) -> Iterator[None]:
-    """Seed the process-wide generators, from which some data sets draw, and restore them behind the block."""
-    seed = int.from_bytes(hashlib.blake2b(stream_name.encode(), digest_size=4).digest(), "little")
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        # Some of the generators print.
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+    return sorted(set(import_extra("reasoning_gym").factory.DATASETS) - _UNFIT)

@@ -84,3 +84,15 @@ def build_warm_task(spec: TaskSection, code: Mapping[str, str] | None = None) ->
             task.gold_replies(example)
     task.warm_up()
     return task
+
+
+def import_extra(package: str) -> Any:
+    """Return a package of strop's extra 'tasks'. Raises: ConfigError if it is not installed."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"the package {package} is not installed ({error})",
+            allowed="an installation with the extra 'tasks'",
+            next_step="pip install 'strop[tasks]'",
+        ) from error
