@@ -54,13 +54,15 @@ class DrawnSection(TaskSection):
 class DrawnTask(Task):
     """A task with as many examples as are asked for."""
 
-    release = ""
-    """Of the package that makes the problems."""
-
     def __init__(self, spec: TaskSection, limits: TaskLimits, prompt: str, verifier: str) -> None:
         self.limits = fit_limits(limits, spec)
         self._spec, self._prompt, self._verifier = spec, prompt, verifier
         self.num_train, self.num_held_out = spec.num_train or 0, spec.num_held_out or 0
+
+    @property
+    def release(self) -> str:
+        """Of the package that makes the problems, if one does."""
+        return ""
 
     @property
     def version(self) -> str:
@@ -308,12 +310,10 @@ _CLOSING = re.compile(r"< ?/ ?answer ?>", re.IGNORECASE)
 _OPENED = re.compile(rf"<answer ?>(.*?)({_CLOSING.pattern}|(?=<answer ?>)|\Z)", re.IGNORECASE | re.DOTALL)
 _BOX = re.compile(r"\$?\\boxed\{([^{}]*)\}\$?")
 _FULL_SCORE = 1.0 - 1e-9
-_UNFIT = frozenset(
-    {
-        *("composite", "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication"),
-        *("ransom_note", "word_ladder"),
-    }
-)
+_UNFIT = {
+    *("composite", "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication"),
+    *("ransom_note", "word_ladder"),
+}
 """Data sets whose problems differ between processes, and the one that mixes others, as a mixture does."""
 
 
@@ -321,11 +321,7 @@ class ReasoningGymSpec(DrawnSection):
     """Any data set of the reasoning-gym package."""
 
     name: Literal["reasoning-gym"]
-    dataset: str = Field(
-        min_length=1,
-        max_length=100,
-        description="Name of the reasoning-gym data set, for example 'chain_sum'.",
-    )
+    dataset: str = Field(min_length=1, description="Name of the data set, for example 'chain_sum'.")
     config: FreeTable = Field(
         default={},
         description="The data set's own settings but seed and size, handed on as they stand. A file that"

@@ -86,13 +86,13 @@ def build_warm_task(spec: TaskSection, code: Mapping[str, str] | None = None) ->
     return task
 
 
-def import_extra(package: str) -> Any:
-    """Return a package of strop's extra 'tasks'. Raises: ConfigError if it is not installed."""
+def import_extra(package: str, extra: str = "tasks") -> Any:
+    """Return a package of one of strop's extras. Raises: ConfigError if it is not installed."""
     try:
         return import_module(package)
     except ImportError as error:
         raise ConfigError(
             f"the package {package} is not installed ({error})",
-            allowed="an installation with the extra 'tasks'",
-            next_step="pip install 'strop[tasks]'",
+            allowed=f"an installation with the extra '{extra}'",
+            next_step=f"pip install 'strop[{extra}]'",
         ) from error

@@ -20,7 +20,6 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Split
 from strop.tasks import Task, build_task
-from strop.tasks.instructions import evaluations
 from strop.tasks.instructions.evaluations import (
     NLTK_DATA,
     PACKAGE,
@@ -245,7 +244,7 @@ def test_without_data_of_nltk_it_says_what_to_bring(
 
 @pytest.mark.usefixtures("unloaded")
 def test_another_release_is_refused(two_parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluations, "version", lambda name: "0.1.1")
+    monkeypatch.setattr(pytest.importorskip("if_verifiable"), "__version__", "0.1.1")
     with pytest.raises(ConfigError) as caught:
         ifeval(two_parts).examples(Split.HELD_OUT)
     assert f"{PACKAGE} {RELEASE}" in str(caught.value)

@@ -92,7 +92,7 @@ def test_rew_4_an_echo_is_the_prompt_and_next_to_nothing(text: str, expected: bo
 def test_without_langdetect_the_task_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
+    monkeypatch.setitem(sys.modules, "langdetect", None)
     load_detector.cache_clear()
     with pytest.raises(ValueError, match=r"strop\[tasks\]"):
         task_of("if-multi", tmp_path, ALL_ROWS["if-multi"]).examples(Split.TRAIN)

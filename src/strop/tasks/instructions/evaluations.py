@@ -8,10 +8,9 @@ a language) is drawn from a fixed seed here.
 from __future__ import annotations
 
 import functools
-import importlib
 import random
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -19,10 +18,12 @@ from strop.errors import ConfigError
 from strop.rollout import Example, Outcome
 from strop.spec.base import Unhashed
 from strop.spec.task import EvaluationRows
+from strop.tasks.instructions.rules import load_detector
 from strop.tasks.instructions.tasks import Constraint, InstructedRows, judged_text, pair_constraints
+from strop.tasks.registry import import_extra
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import published, require_texts
-from strop.tasks.task import TaskLimits
+from strop.tasks.task import TaskLimits, right_or_wrong
 
 PACKAGE, RELEASE = "if-verifiable", "0.1.2"
 _TOKENIZERS = ("tokenizers/punkt_tab", "tokenizers/punkt")
@@ -38,8 +39,6 @@ _LAYOUTS = {
 _MAX_REPLY_TOKENS = 4096
 _MAX_CHARS = 8 * _MAX_REPLY_TOKENS
 """Beginning of a reply that is judged: twice what its tokens hold of English."""
-_PATTERN_LIMIT_S = 5.0
-"""The package's patterns take quadratic time on some replies, such as a thousand opening brackets."""
 
 
 class IfEvalSpec(EvaluationRows):
@@ -67,10 +66,9 @@ class PublishedInstructions(InstructedRows):
     """
 
     def __init__(self, spec: IfEvalSpec | IfBenchSpec) -> None:
-        limits = TaskLimits(
-            max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=1.0, verify_limit_s=_PATTERN_LIMIT_S
-        )
-        super().__init__(spec, spec.source, _LAYOUTS[spec.name], limits, f"{PACKAGE}-{RELEASE}")
+        # The package's patterns take quadratic time on some replies, such as a thousand opening brackets.
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=1.0, verify_limit_s=5.0)
+        super().__init__(spec, _LAYOUTS[spec.name], limits, f"{PACKAGE}-{RELEASE}")
 
     def warm_up(self) -> None:
         """Load the package and its rules. Raises: ConfigError like `load_package`."""
@@ -83,18 +81,14 @@ class PublishedInstructions(InstructedRows):
         strict, loose = ([verdict[place] for verdict in verdicts] for place in (0, 1))
         is_correct = all(strict if self.name == "ifeval" else loose)
         metrics = {
-            "instructions_total": len(verdicts),
-            "instructions_satisfied": sum(strict),
-            "instructions_satisfied_loose": sum(loose),
-            "correct_strict": all(strict),
-            "correct_loose": all(loose),
+            "instructions_total": float(len(verdicts)),
+            "instructions_satisfied": float(sum(strict)),
+            "instructions_satisfied_loose": float(sum(loose)),
+            "correct_strict": float(all(strict)),
+            "correct_loose": float(all(loose)),
         }
-        return Outcome(
-            parts={"correct": float(is_correct)},
-            is_correct=is_correct,
-            format_ok=bool(judged.strip()),
-            metrics={name: float(value) for name, value in metrics.items()},
-        )
+        outcome = right_or_wrong(is_correct, format_ok=bool(judged.strip()))
+        return replace(outcome, metrics=metrics)
 
     def read(self, row: Row) -> tuple[str, list[Constraint]]:
         """Read the published columns."""
@@ -144,17 +138,14 @@ def load_package(benchmark: str) -> Any:
     It takes seconds: it imports `datasets`, and reads the letters of languages.
     Raises: ConfigError if something is missing.
     """
-    try:
-        found = version(PACKAGE)
-    except PackageNotFoundError:
-        found = "none"
-    if found != RELEASE:
+    package = import_extra("if_verifiable", "ifeval")
+    if package.__version__ != RELEASE:
         raise ConfigError(
-            f"task.name={benchmark} is judged by the package {PACKAGE}, and here is {found}",
+            f"task.name={benchmark} is judged by the package {PACKAGE}, and here is {package.__version__}",
             allowed=f"{PACKAGE} {RELEASE}, part of the extra 'ifeval'",
             next_step="pip install 'strop[ifeval]'",
         )
-    import langdetect
+    load_detector()
     import nltk
 
     try:
@@ -167,6 +158,4 @@ def load_package(benchmark: str) -> Any:
             allowed=f"{names} in a folder of NLTK_DATA, or in nltk_data of the home folder",
             next_step=f"python -m nltk.downloader {names}, or copy them from a machine with a network",
         ) from error
-    langdetect.DetectorFactory.seed = 0
-    langdetect.detector_factory.init_factory()
-    return importlib.import_module("if_verifiable")
+    return package

@@ -13,21 +13,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
-from pydantic import Field
-
-from strop.errors import DataError
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import Unhashed
-from strop.spec.task import HeldOutRows, TrainingRows
+from strop.spec.task import TrainingRows
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.instructions.rules import bind, has_substance, load_detector
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, published
 from strop.tasks.task import TaskLimits
 
-_PROMPT = "{prompt}"
-_VERIFIER = "instructions-5"
-_MAX_REPLY_TOKENS = 2048
 _RLVR = """
 verify_keywords keywords:existence keyword_list=keywords
 verify_keyword_frequency keywords:word_count_different_numbers word=keyword N=frequency
@@ -66,25 +60,14 @@ Constraint = dict[str, Any]
 """An instruction as examples have it: its `id`, and its `arguments` that are present."""
 
 
-class UnsplitRows(TrainingRows):
-    """Sizes of the splits of training data that is published without splits."""
-
-    num_held_out: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**7,
-        description="Prompts kept out of training, chosen by their content. none = a tenth.",
-    )
-
-
-class RlvrIfevalSpec(UnsplitRows):
+class RlvrIfevalSpec(TrainingRows):
     """Prompts with one instruction each that a program can check, for training."""
 
     name: Literal["rlvr-ifeval"]
     source: Unhashed[str] = published("allenai/RLVR-IFeval")
 
 
-class IfMultiSpec(UnsplitRows):
+class IfMultiSpec(TrainingRows):
     """Prompts with one to five instructions that a program can check, for training."""
 
     name: Literal["if-multi"]
@@ -94,16 +77,16 @@ class IfMultiSpec(UnsplitRows):
 class InstructedRows(RowTask):
     """Base of tasks whose prompts are texts with instructions; no right reply is known."""
 
-    def __init__(
-        self, spec: HeldOutRows, source: str, layout: DataLayout, limits: TaskLimits, verifier: str
-    ) -> None:
-        reading = RowReading(
-            layout=layout,
-            to_example=self._to_example,
-            question=lambda example: str(example.fields["prompt"]),
-        )
-        prompts = {"prompt": _PROMPT, "base_prompt": _PROMPT}
-        super().__init__(spec, reading, limits, source=source, verifier=verifier, **prompts)
+    def __init__(self, spec: Any, layout: DataLayout, limits: TaskLimits, verifier: str) -> None:
+        """Build the task of a section with a `source`."""
+
+        def to_example(row: Row) -> Example:
+            prompt, constraints = self.read(row)
+            return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
+
+        reading = RowReading(layout=layout, to_example=to_example, question=lambda one: one.fields["prompt"])
+        prompts = {"prompt": "{prompt}", "base_prompt": "{prompt}"}
+        super().__init__(spec, reading, limits, source=spec.source, verifier=verifier, **prompts)
 
     @abstractmethod
     def read(self, row: Row) -> tuple[str, list[Constraint]]:
@@ -115,10 +98,6 @@ class InstructedRows(RowTask):
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return none."""
         return ()
-
-    def _to_example(self, row: Row) -> Example:
-        prompt, constraints = self.read(row)
-        return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
 
 
 class InstructionTask(InstructedRows):
@@ -132,8 +111,9 @@ class InstructionTask(InstructedRows):
     def __init__(self, spec: RlvrIfevalSpec | IfMultiSpec) -> None:
         load_detector()
         layout = DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=())
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=1.0)
-        super().__init__(spec, spec.source, layout, limits, _VERIFIER)
+        super().__init__(
+            spec, layout, TaskLimits(max_reply_tokens=2048, max_goldless_frac=1.0), "instructions-6"
+        )
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the rule of every instruction.
@@ -164,14 +144,16 @@ class InstructionTask(InstructedRows):
             case [{"role": "user", "content": str(prompt)}] if prompt.strip():
                 pass
             case other:
-                raise _refuse(row, f"messages {str(other)[:120]!r}", "one message of role user with a text")
-        match table := _read_ground_truth(row):
-            case {"func_name": str(name)}:
-                instruction_id, names = FUNCTIONS.get(name, (name, {}))
-                given = {names.get(key, key): one for key, one in table.items() if key != "func_name"}
-                constraints = pair_constraints(row, [instruction_id], [given])
-            case _:
-                constraints = pair_constraints(row, table.get("instruction_id"), table.get("kwargs"))
+                raise bad_row(
+                    f"{row.place} has messages {str(other)[:120]!r}", "one message of role user with a text"
+                )
+        table = _read_ground_truth(row)
+        if isinstance(name := table.pop("func_name", None), str):
+            instruction_id, names = FUNCTIONS.get(name, (name, {}))
+            given = {names.get(key, key): one for key, one in table.items()}
+            constraints = pair_constraints(row, [instruction_id], [given])
+        else:
+            constraints = pair_constraints(row, table.get("instruction_id"), table.get("kwargs"))
         for one in constraints:
             bind(one["id"], one["arguments"], place=row.place)
         return prompt, constraints
@@ -182,8 +164,10 @@ def pair_constraints(row: Row, ids: object, arguments: object) -> list[Constrain
     tables = arguments if isinstance(arguments, list) else []
     is_formed = all(isinstance(one, Mapping | None) for one in tables)
     if not is_formed or not isinstance(ids, list) or not 0 < len(ids) == len(tables):
-        content = f"instructions {str(ids)[:80]} with arguments {str(arguments)[:80]}"
-        raise _refuse(row, content, "two lists of equal length: of ids, and of tables or null")
+        raise bad_row(
+            f"{row.place} has instructions {str(ids)[:80]} with arguments {str(arguments)[:80]}",
+            "two lists of equal length: of ids, and of tables or null",
+        )
     return [
         {"id": one, "arguments": {key: value for key, value in (table or {}).items() if value is not None}}
         for one, table in zip(ids, tables, strict=True)
@@ -191,24 +175,17 @@ def pair_constraints(row: Row, ids: object, arguments: object) -> list[Constrain
 
 
 def _read_ground_truth(row: Row) -> dict[str, Any]:
-    """Read a table, or a list with one, as a value, as JSON or as a Python literal."""
-    value = column = row.values.get("ground_truth")
-    if isinstance(text := value, str):
-        value = None
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                value = read(text)
-                break
-    if isinstance(value, list | tuple) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, dict):
-        allowed = "a table, or a list with one, as JSON or a Python literal"
-        raise _refuse(row, f"ground_truth {str(column)[:120]!r}", allowed)
-    return dict(value)
-
-
-def _refuse(row: Row, content: str, allowed: str) -> DataError:
-    return bad_row(f"{row.place} has {content}", allowed=allowed)
+    """Read a table, or a list with one, as JSON or as a Python literal."""
+    text = str(row.values.get("ground_truth"))
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            match read(text):
+                case dict(table) | [dict(table)]:
+                    return dict(table)
+    raise bad_row(
+        f"{row.place} has ground_truth {text[:120]!r}",
+        "a table, or a list with one, as JSON or a Python literal",
+    )
 
 
 def judged_text(reply: str) -> str | None:
