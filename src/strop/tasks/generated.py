@@ -60,14 +60,9 @@ class DrawnTask(Task):
         self.num_train, self.num_held_out = spec.num_train or 0, spec.num_held_out or 0
 
     @property
-    def release(self) -> str:
-        """Of the package that makes the problems, if one does."""
-        return ""
-
-    @property
     def version(self) -> str:
-        """Hash over the settings and limits, and a package's release: they decide every example."""
-        return hash_version(self.name, self._prompt, self._verifier, self.limits, self._spec, self.release)
+        """Hash over the settings and limits: they decide every example."""
+        return hash_version(self.name, self._prompt, self._verifier, self.limits, self._spec)
 
     @abstractmethod
     def draw(self, number: int) -> Iterator[Example]:
@@ -309,7 +304,6 @@ _QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer
 _CLOSING = re.compile(r"< ?/ ?answer ?>", re.IGNORECASE)
 _OPENED = re.compile(rf"<answer ?>(.*?)({_CLOSING.pattern}|(?=<answer ?>)|\Z)", re.IGNORECASE | re.DOTALL)
 _BOX = re.compile(r"\$?\\boxed\{([^{}]*)\}\$?")
-_FULL_SCORE = 1.0 - 1e-9
 _UNFIT = {
     *("composite", "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication"),
     *("ransom_note", "word_ladder"),
@@ -358,10 +352,11 @@ class ReasoningGym(DrawnTask):
         return self._spec.dataset
 
     @property
-    def release(self) -> str:
-        """Of the package. Raises: ConfigError if it is not installed."""
+    def version(self) -> str:
+        """Hash that covers the release of the package too. Raises: ConfigError if it is not installed."""
         import_extra("reasoning_gym")
-        return package_version("reasoning-gym")
+        release = package_version("reasoning-gym")
+        return hash_version(self.name, super().version, self._verifier, self.limits, self._spec, release)
 
     def draw(self, number: int) -> Iterator[Example]:
         """Yield the data set's problems.
@@ -411,7 +406,7 @@ class ReasoningGym(DrawnTask):
         answer, is_tagged = answer_of(text)
         self.examples(Split.HELD_OUT)  # Draws them, the first time.
         score = float(self._dataset.score_answer(answer, self._entries[example.example_id]))
-        return Outcome(parts={"score": score}, is_correct=score >= _FULL_SCORE, format_ok=is_tagged)
+        return Outcome(parts={"score": score}, is_correct=score >= 1.0 - 1e-9, format_ok=is_tagged)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the stored answer in its tag, if the data set stores one."""

@@ -78,8 +78,6 @@ class InstructedRows(RowTask):
     """Base of tasks whose prompts are texts with instructions; no right reply is known."""
 
     def __init__(self, spec: Any, layout: DataLayout, limits: TaskLimits, verifier: str) -> None:
-        """Build the task of a section with a `source`."""
-
         def to_example(row: Row) -> Example:
             prompt, constraints = self.read(row)
             return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
@@ -111,9 +109,8 @@ class InstructionTask(InstructedRows):
     def __init__(self, spec: RlvrIfevalSpec | IfMultiSpec) -> None:
         load_detector()
         layout = DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=())
-        super().__init__(
-            spec, layout, TaskLimits(max_reply_tokens=2048, max_goldless_frac=1.0), "instructions-6"
-        )
+        limits = TaskLimits(max_reply_tokens=2048, max_goldless_frac=1.0)
+        super().__init__(spec, layout, limits, "instructions-6")
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the rule of every instruction.
@@ -144,9 +141,7 @@ class InstructionTask(InstructedRows):
             case [{"role": "user", "content": str(prompt)}] if prompt.strip():
                 pass
             case other:
-                raise bad_row(
-                    f"{row.place} has messages {str(other)[:120]!r}", "one message of role user with a text"
-                )
+                raise bad_row(f"{row.place} has messages {str(other)[:120]!r}", "one text of role user")
         table = _read_ground_truth(row)
         if isinstance(name := table.pop("func_name", None), str):
             instruction_id, names = FUNCTIONS.get(name, (name, {}))
