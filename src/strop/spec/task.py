@@ -219,11 +219,7 @@ class HeldOutRows(TaskSection):
     """Base of tasks with rows for evaluation."""
 
     num_held_out: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**7,
-        description="Number of held-out problems, from the first. none = all. Of data without splits they are"
-        " chosen by their content, and none = a tenth.",
+        default=None, ge=1, le=10**7, description="Held-out problems. none = all, or of unsplit data a tenth."
     )
 
 
