@@ -146,7 +146,7 @@ def test_the_self_test_plays_the_workspaces_own_tools(tmp_path: Path, repository
         ),
         (["name=repo-repair", "source=x", "agent=env", 'mcp_servers=["x"]'], "with its own tools"),
         (["name=humaneval", "agent=env", 'agent_paths=["/usr"]', "source=x"], "works in no sandbox"),
-        (["name=mlgym", "root=x", 'agent_paths=["/usr"]'], "no program is named"),
+        (["name=mlgym", "root=x", 'tasks=["a"]', 'agent_paths=["/usr"]'], "no program is named"),
     ],
 )
 def test_what_could_not_act_there_is_refused(tmp_path: Path, words: list[str], error: str) -> None:

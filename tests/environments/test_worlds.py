@@ -197,8 +197,8 @@ def test_white_space_is_no_reply_in_the_asked_form(tmp_path: Path, reply: str, i
 
 def test_a_model_that_has_lost_the_form_is_stopped(tmp_path: Path) -> None:
     bad = call("subtract")
-    rollout = attempt(build(COUNTING, "environment.max_format_errors=2"), tokenizer_of(tmp_path), [bad] * 9)
-    assert rollout.outcome.metrics["num_turns"] == 2.0
+    rollout = attempt(build(COUNTING), tokenizer_of(tmp_path), [bad] * 9)
+    assert rollout.outcome.metrics["num_turns"] == 3.0
     assert rollout.outcome.reward == 0.0
 
 

@@ -68,7 +68,7 @@ def test_a_class_of_the_users_has_settings_of_its_own_and_those_of_environments(
 
 def test_its_settings_are_explained() -> None:
     assert "Most replies in an attempt" in explain("environment.max_turns").description
-    assert "task.max_format_errors" in explain("environment").keys
+    assert "task.max_observation_chars" in explain("environment").keys
 
 
 @pytest.mark.parametrize(

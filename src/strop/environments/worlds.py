@@ -53,6 +53,9 @@ from strop.tasks.user.posing import OPENING_SEED, opening_of
 from strop.tasks.user.rewards import as_outcome
 from strop.tasks.version import fit_limits, hash_version
 
+_MAX_BAD_REPLIES = 3
+"""Consecutive replies with a malformed call that end an attempt: who has lost the form rarely recovers."""
+
 
 class WorldTask(Task):
     """A class with `reset` as a task whose attempts have turns; subclasses load the class."""
@@ -287,7 +290,7 @@ class PlayedWorld(Environment):
         self._counts["num_format_errors"] += len(spoken.mistakes)
         is_wrong = self._counts["num_format_errors"] > num_wrong
         self._num_bad_replies = self._num_bad_replies + 1 if is_wrong else 0
-        self._is_over |= self._num_bad_replies >= self._section.max_format_errors
+        self._is_over |= self._num_bad_replies >= _MAX_BAD_REPLIES
         if not spoken.calls and not spoken.mistakes:
             messages += await self._answer(spoken.content)
         is_done = self._is_over or self._num_turns == self.max_turns

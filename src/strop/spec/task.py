@@ -284,14 +284,6 @@ class EnvironmentSection(TaskSection):
         " started for each attempt.",
         json_schema_extra=expert("many tools exist as MCP servers"),
     )
-    max_format_errors: int = Field(
-        default=3,
-        ge=1,
-        le=10_000,
-        description="Consecutive replies with a malformed tool call after which the attempt is scored as it"
-        " is.",
-        json_schema_extra=expert("a model that has lost the format rarely recovers within the attempt"),
-    )
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:
