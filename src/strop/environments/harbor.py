@@ -236,7 +236,7 @@ def parse_rewards(data: bytes) -> dict[str, float] | None:
 
 
 class Image(NamedTuple):
-    """The image of a task's sandboxes, by its name in the engine's store or the path of a directory tree."""
+    """The image of a task's sandboxes, by its name in the engine's store."""
 
     name: str
     env: Mapping[str, str]
@@ -249,8 +249,6 @@ def find_image(task: HarborTask, backend: str) -> Image:
     Raises: AttemptFailed if that fails; SandboxRefused if there is no such engine.
     """
     own_image = task.config.environment.docker_image
-    if own_image is not None and Path(own_image).is_absolute():
-        return Image(own_image, {})
     engine = Engine(name=backend, program=find_program(backend, backend), environ=engine_environ())
     context = task.folder / "environment"
     # A digest of the build context alone: other tests need no other image.

@@ -99,7 +99,6 @@ class McpServer:
             command, *words = shlex.split(self._name)
             env = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
             parameters = StdioServerParameters(command=command, args=words, env=env)
-            # What it says of errors joins this process's own errors.
             server = stdio_client(parameters)
         # Not by asking first which protocol is newest: simple servers know the handshake alone.
         async with Client(server, mode="legacy") as client:
