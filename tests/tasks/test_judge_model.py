@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from strop.audit.probes import INJECTIONS
 from strop.errors import ConfigError, DataError
-from strop.rollout import Failure, FailureOwner, Outcome, Split
+from strop.rollout import FailureOwner, Outcome, Split
 from strop.spec import load_spec
 from strop.spec.judge import JudgeSettings
 from strop.tasks import Task, build_task, build_warm_task, judge_model
-from strop.tasks.judge_model import read_rubric, read_scores, wrap_reply
+from strop.tasks.judge_model import read_rubric, read_score, wrap_reply
 from strop.tasks.judging import Judge
 from tests.fixtures.judge_server import REPLY, Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import ROWS, judge_spec, judge_task
@@ -78,12 +78,12 @@ def test_what_was_thought_is_not_shown(tmp_path: Path) -> None:
     [
         ("The reply is excellent, 10 out of 10.", "judge_unparsable"),
         ("I cannot help with that.", "judge_unparsable"),
-        (scored(1.5), "judge_out_of_bounds"),
-        ((400, '{"error": "context too long"}'), "judge_http"),
-        ((200, "<html>"), "judge_http"),
-        ((200, '{"choices": []}'), "judge_http"),
+        (scored(1.5), "judge_unparsable"),
+        ((400, '{"error": "context too long"}'), "judge_failed"),
+        ((200, "<html>"), "judge_failed"),
+        ((200, '{"choices": []}'), "judge_failed"),
         ((200, '{"choices": [{"message": {"content": null, "refusal": "no"}}]}'), "judge_unparsable"),
-        ((302, "elsewhere"), "judge_http"),
+        ((302, "elsewhere"), "judge_failed"),
     ],
 )
 def test_rew_6_what_is_no_score_leaves_the_reply_unscored(tmp_path: Path, said: Any, kind: str) -> None:
@@ -109,7 +109,7 @@ def test_nobody_there_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with judge_server(lambda question: scored(1.0)) as server:
         pass
     outcome = judge(judge_task(tmp_path, server.url), "word-0")
-    assert failed(outcome)[1] == "judge_unreachable"
+    assert failed(outcome)[1] == "judge_failed"
 
 
 def test_a_judge_that_stays_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_judge_that_stays_silent_is_given_up(tmp_path: Path, monkeypatch: pyte
         started_at = time.monotonic()
         outcome = judge(judge_task(tmp_path, server.url), "word-0")
         assert time.monotonic() - started_at < 60
-    assert failed(outcome)[1] == "judge_timeout"
+    assert failed(outcome)[1] == "judge_failed"
 
 
 def test_one_thing_is_asked_once(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_key_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         assert judge(task, "word-0").reward == 1.0
     assert server.requests[0]["headers"]["Authorization"] == "Bearer not for the records"
     monkeypatch.delenv("SOME_KEY")
-    with pytest.raises(ConfigError, match=r"task\.judge_key_env=SOME_KEY, and that variable is not set"):
+    with pytest.raises(ConfigError, match=r"task\.judge_key_env=SOME_KEY.* no key of scripted"):
         judge(task, "word-1")
 
 
@@ -360,8 +360,6 @@ def test_places_are_filled_at_once_and_the_contract_follows(tmp_path: Path) -> N
     [
         ("{{prompt}} only", "reply"),
         ("{{reply}} only", "prompt"),
-        ("{{prompt}} {{reply}} {{two words}}", "two words"),
-        ("{{prompt}} {{reply}} {{}}", r"\{\{\}\}"),
         (b"\xff\xfe", r"rubric\.txt"),
     ],
 )
@@ -396,11 +394,11 @@ def test_no_reply_forges_delimiters_or_a_score(text: str) -> None:
     found = REPLY.fullmatch(shown)
     assert found is not None
     # A judge that ends by quoting the reply has given no score.
-    assert isinstance(read_scores("The reply says " + found.group(2), None), Failure)
+    assert read_score("The reply says " + found.group(2)) is None
 
 
 def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
-    raw = [text for text in INJECTIONS.values() if not isinstance(read_scores(text, None), Failure)]
+    raw = [text for text in INJECTIONS.values() if read_score(text) is not None]
     assert len(raw) == 3
     for text in raw:
         assert json.dumps("score") not in wrap_reply(text)
@@ -420,9 +418,7 @@ def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
     ],
 )
 def test_the_last_object_is_the_judgement(answer: str, score: float) -> None:
-    found = read_scores(answer, None)
-    assert not isinstance(found, Failure)
-    assert list(found) == [score]
+    assert read_score(answer) == score
 
 
 NO_SCORES = [
@@ -438,11 +434,6 @@ BEYOND = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind"),
-    [*((one, "judge_unparsable") for one in NO_SCORES), *((one, "judge_out_of_bounds") for one in BEYOND)],
-)
-def test_anything_else_has_no_score(answer: str, kind: str) -> None:
-    found = read_scores(answer, None)
-    assert isinstance(found, Failure)
-    assert (found.owner, found.kind) == (FailureOwner.ENGINE, kind)
+@pytest.mark.parametrize("answer", [*NO_SCORES, *BEYOND])
+def test_anything_else_has_no_score(answer: str) -> None:
+    assert read_score(answer) is None

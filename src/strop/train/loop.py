@@ -29,7 +29,7 @@ from strop.record.timeline import LEARNER
 from strop.rollout import Group
 from strop.spec.run import RunSpec
 from strop.tasks import Task
-from strop.tasks.judging import Judge, TimedJudge
+from strop.tasks.judging import Judge
 from strop.train.batch import TrainBatch, schedule_examples
 from strop.train.data.offline import Demonstrations
 from strop.train.data.preferences import Preferences
@@ -113,7 +113,7 @@ class TrainLoop:
             preferences=parts.preferences,
         )
         self._schedule = schedule_examples(parts.spec, parts.task)
-        self._judge = TimedJudge(parts.judge or Judge(parts.task))
+        self._judge = (parts.judge or Judge(parts.task)).with_own_clock()
         self._state = TrainerState(
             step=0,
             version=0,

@@ -27,7 +27,7 @@ from strop.record.rollouts import StoredRollout, read_rollouts, write_rollouts, 
 from strop.record.run_dir import WEIGHTS_FACT, RunDir, step_of
 from strop.record.timeline import ENVIRONMENTS, VERIFIER, Timeline
 from strop.rollout import Group
-from strop.tasks.judging import TimedJudge
+from strop.tasks.judging import Judge
 from strop.train.batch import TrainBatch, TurnAdvantages
 from strop.train.generation import Batch, Collector, GroupStatus, age_of, sort_by_status
 
@@ -100,7 +100,7 @@ def _store(
 def add_lanes(
     timeline: Timeline,
     collector: Collector,
-    judge: TimedJudge,
+    judge: Judge,
     collected: Batch | None,
     statuses: Sequence[GroupStatus],
 ) -> None:

@@ -13,7 +13,7 @@ from strop.hardware.busy_clock import BusyClock
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.generated import Arithmetic, ArithmeticSpec, ReasoningGymSpec
-from strop.tasks.judging import Judge, TimedJudge
+from strop.tasks.judging import Judge
 
 GYM = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=6, num_held_out=2)
 
@@ -80,14 +80,14 @@ def test_rew_8_a_verifier_that_hangs_or_raises_costs_only_its_own_reply(
 def test_overlapping_judgements_count_once() -> None:
     ticks = iter(range(100))
 
-    class Slow(Judge):
-        async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
+    class Slow(Arithmetic):
+        async def verify(self, example: Example, text: str) -> Outcome:
             await asyncio.sleep(0.01)
-            return await super().judge(example, text)
+            return await super().verify(example, text)
 
     async def run() -> list[float]:
-        task = build_task(ArithmeticSpec())
-        judge = TimedJudge(Slow(task))
+        task = Slow(ArithmeticSpec())
+        judge = Judge(task).with_own_clock()
         judge.busy = BusyClock(lambda: float(next(ticks)))
         example = task.examples(Split.TRAIN)[0]
         await asyncio.gather(*(judge.judge(example, "7") for _ in range(5)))

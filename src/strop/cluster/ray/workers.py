@@ -150,10 +150,9 @@ class RolloutWorker(RayRole):
         """
         from strop.engine.contract import TimedEngine
         from strop.environments import choose_environment, run_group
-        from strop.tasks.judging import TimedJudge
 
         begun_at = time.perf_counter()
-        engine, judge = TimedEngine(self._engine), TimedJudge(self._judge)
+        engine, judge = TimedEngine(self._engine), self._judge.with_own_clock()
         make_environment = choose_environment(self._task, judge)
         group = await run_group(make_environment, engine, self._tokenizer, plans)
         spans = [

@@ -7,6 +7,7 @@ awaited in the caller's own.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from strop.tasks.judging.pool import Handler, WorkerPool
 from strop.tasks.task import Task
 
 _RIVAL = "I do not know."
-_MIN_WORKERS = 4  # So many endless calls at once let others pass.
+_MIN_WORKERS = 8  # So many endless calls at once let others pass.
 
 
 class Judge:
@@ -29,6 +30,8 @@ class Judge:
     def __init__(self, task: Task, make_task: Callable[[], Task] | None = None) -> None:
         """`make_task`: picklable, builds an equal task, warm, in other processes; None: there are none."""
         self.task = task
+        self.busy = BusyClock()
+        """Runs while at least one reply is being judged."""
         limit_s = task.limits.verify_limit_s
         self.pool: WorkerPool | None = None
         if make_task is not None and limit_s is not None:
@@ -38,17 +41,24 @@ class Judge:
                 limit_s=limit_s,
             )
 
+    def with_own_clock(self) -> Judge:
+        """Return this judge, with the same processes and another clock."""
+        judge = copy.copy(self)
+        judge.busy = BusyClock()
+        return judge
+
     async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
         """Return the outcome of a reply. A time-out, a crash or an exception in a worker gives no score.
 
         `is_member`: only what the replies beside it do not matter for; `judge_group` judges the rest.
         Raises: any exception of the verifier, if it runs in this process; a sandbox's gives no score.
         """
-        found = await self._call("verify_member" if is_member else "verify", example, text)
-        outcome: Outcome = Outcome(parts={}, failure=found) if isinstance(found, Failure) else found
-        if is_member or not self.task.asks_judge:
-            return outcome
-        return (await self.task.verify_here(example, [text], [outcome]))[0]
+        with self.busy.running():
+            found = await self._call("verify_member" if is_member else "verify", example, text)
+            outcome: Outcome = Outcome(parts={}, failure=found) if isinstance(found, Failure) else found
+            if is_member or not self.task.asks_judge:
+                return outcome
+            return await self.task.verify_here(example, text, outcome)
 
     async def judge_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
@@ -57,10 +67,12 @@ class Judge:
 
         Each reply has its share of the time. Raises: like `judge`.
         """
-        found = await self._call("verify_group", example, texts, outcomes, num_limits=len(texts))
-        if isinstance(found, Failure):
-            return [replace(outcome, failure=found) for outcome in outcomes]
-        return await self.task.verify_here(example, texts, found) if self.task.asks_judge else found
+        with self.busy.running():
+            found = await self._call("verify_group", example, texts, outcomes, num_limits=len(texts))
+            if isinstance(found, Failure):
+                return [replace(outcome, failure=found) for outcome in outcomes]
+            pairs = zip(texts, found, strict=True)
+            return await asyncio.gather(*(self.task.verify_here(example, *pair) for pair in pairs))
 
     async def close(self) -> None:
         """End the judge's processes; running calls give no score. May be called twice."""
@@ -78,27 +90,6 @@ class Judge:
         except SandboxError as error:
             kind = f"verifier_{type(error).__name__}"
             return Failure(owner=FailureOwner.INFRA, kind=kind, detail=str(error))
-
-
-class TimedJudge(Judge):
-    """Passes replies on to a judge; its clock runs while at least one is being judged."""
-
-    def __init__(self, judge: Judge) -> None:
-        super().__init__(judge.task)
-        self._judge = judge
-        self.busy = BusyClock()
-
-    async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
-        """Pass the reply on."""
-        with self.busy.running():
-            return await self._judge.judge(example, text, is_member=is_member)
-
-    async def judge_group(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
-        """Pass the group on."""
-        with self.busy.running():
-            return await self._judge.judge_group(example, texts, outcomes)
 
 
 async def judge_as_attempted(judge: Judge, example: Example, text: str) -> Outcome:

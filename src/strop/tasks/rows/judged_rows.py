@@ -315,8 +315,8 @@ class JudgedRows(RowTask):
         return (await self.verify_group(example, [text], [await self.verify_member(example, text)]))[0]
 
     def compares(self, example: Example) -> bool:
-        """Whether one of the rewards has TRL's form, or the judge model compares."""
-        return self._spec.compares or any(function.takes_group for function in self._functions.values())
+        """Whether one of the rewards has TRL's form."""
+        return any(function.takes_group for function in self._functions.values())
 
     async def verify_member(self, example: Example, text: str) -> Outcome:
         """Add up the rewards that judge each reply alone. Raises: as `verify`."""
@@ -353,14 +353,12 @@ class JudgedRows(RowTask):
                     judged[place] = replace(one, parts=parts)
         return judged if self._model is not None else self._settle(judged)
 
-    async def verify_here(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
+    async def verify_here(self, example: Example, text: str, outcome: Outcome) -> Outcome:
         """Add the reward of the judge model. Raises: like `JudgeModel.grade`."""
         if self._model is None:
-            return outcomes
-        values, weight = self._shown(example), self._weights[JUDGE]
-        return self._settle(await self._model.grade(values, texts, outcomes, weight))
+            return outcome
+        graded = await self._model.grade(self._shown(example), text, outcome, self._weights[JUDGE])
+        return self._settle([graded])[0]
 
     def _settle(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Say which replies are correct, all rewards added up."""
