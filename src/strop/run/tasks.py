@@ -201,7 +201,7 @@ async def _fit_to_pace(task: Task, judge: Judge, settings: AuditSettings) -> Aud
     Raises: CheckRefused if there is no verdict in time.
     """
     examples = examples_to_attack(task)
-    if (judge.pool is None and not task.is_costly) or not examples:
+    if not examples or (judge.pool is None and task.entry_point(examples[0]) is None):
         return settings
     text = next(iter(task.gold_replies(examples[0])), "")
     try:

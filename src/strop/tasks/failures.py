@@ -22,8 +22,7 @@ from strop.errors import (
 )
 from strop.rollout import Failure, FailureOwner, Outcome
 
-_MAX_TRACE_CHARS = 2700
-_MAX_MESSAGE_CHARS = 400
+_MAX_TRACE_CHARS = 3000
 _OF_THE_RUN = (WeightMismatch, ConfigError, RunStopped, Interrupted)
 
 
@@ -81,10 +80,7 @@ def to_failure(error: Exception | SystemExit, owner: FailureOwner) -> Failure:
     message = "".join(traceback.format_exception_only(error)).strip()
     line = describe_error(error).replace(type(error).__name__, kind, 1)
     trace = "".join(traceback.format_exception(error)).strip().removesuffix(message)[-_MAX_TRACE_CHARS:]
-    # A message of several lines is kept as well.
-    is_repeated = line.startswith(message.removeprefix(f"{type(error).__module__}."))
-    whole = "" if is_repeated else f"{message[:_MAX_MESSAGE_CHARS]}\n"
-    return Failure(owner=owner, kind=kind, detail=trace + whole + line)
+    return Failure(owner=owner, kind=kind, detail=trace + line)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -197,21 +197,17 @@ def read_rubric(name: str) -> str:
 
     Raises: ConfigError if it cannot be read, or a place is missing or malformed.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
     try:
-        rubric = locate_named(name).read_text(encoding="utf-8")
+        rubric = BUILT_IN.get(name) or locate_named(name).read_text(encoding="utf-8")
+        fault = "" if {"prompt", "reply"} <= {*_PLACE.findall(rubric)} else "lacks the prompt, or the reply"
     except (OSError, UnicodeDecodeError) as error:
+        fault = f"cannot be read ({error})"
+    if fault:
         raise ConfigError(
-            f"task.rubric={name} cannot be read ({error})",
-            allowed=f"{', '.join(BUILT_IN)}, or a text file in UTF-8",
-            next_step="correct the path in task.rubric",
-        ) from error
-    if not {"prompt", "reply"} <= {*_PLACE.findall(rubric)}:
-        raise ConfigError(
-            f"the rubric {name} does not show both the prompt and the reply",
-            allowed="a template with {{prompt}} and {{reply}}, and columns of the rows such as {{answer}}",
-            next_step="write the missing place into the file",
+            f"task.rubric={name} {fault}",
+            allowed=f"{', '.join(BUILT_IN)}, or a text file in UTF-8 with"
+            " {{prompt}} and {{reply}}, and perhaps columns of the rows such as {{answer}}",
+            next_step="correct the path, or the text",
         )
     return rubric
 

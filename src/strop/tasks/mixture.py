@@ -32,7 +32,6 @@ class Mixture(TasksInOne):
         self._tasks = tasks
         self._parts = spec.read_parts()
         self._examples: dict[Split, tuple[Example, ...]] = {}
-        self.is_costly = any(task.is_costly for task in tasks.values())
         self.asks_judge = any(task.asks_judge for task in tasks.values())
         limits = [task.limits for task in tasks.values()]
         self.limits = TaskLimits(

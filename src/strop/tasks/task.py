@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from typing_extensions import override
-
-from strop.errors import DataError, format_error
+from strop.errors import format_error
 from strop.rollout import Example, Failure, FailureOwner, Message, Outcome, Split
 
 TURN = "\x1e"
@@ -70,8 +68,6 @@ class Task(ABC):
     """Registry name, for example 'arithmetic'."""
     limits: TaskLimits
     """Reply budget, stop strings and full marks; the widest of all examples."""
-    is_costly: bool = False
-    """Whether a judgement runs a program: it takes hundreds of times as long as rules."""
     asks_judge: bool = False
     """Whether a model judges replies."""
     is_ordered: bool = False
@@ -148,13 +144,9 @@ class Task(ABC):
     def row_keys(self) -> Mapping[str, str | None]:
         """Map the number of each training row, from 0, to its example id; None: the row is left out.
 
-        Raises: DataError if the task has no rows, or like `examples`.
+        Empty if the task has no rows that could be numbered. Raises: DataError like `examples`.
         """
-        raise DataError(
-            f"task {self.name} has no rows of data that could be numbered",
-            allowed="ids of its training examples",
-            next_step="write ids, as `strop eval --write-order` does; in a mixture, give the file to a part",
-        )
+        return {}
 
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
         """Return the positions of an epoch's training examples, if the task `is_ordered`."""
@@ -193,17 +185,11 @@ class Task(ABC):
         return
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _passed_on(method: _Method) -> _Method:
-    """Return a method that asks the task of its example, or the one task, for the same."""
-    name = method.__name__
-
-    def passed_on(self: TasksInOne, *given: Any) -> Any:
-        return getattr(self.task_of(next(iter(given), None)), name)(*given)
-
-    return cast(_Method, passed_on)
+def _passed_on(name: str) -> Any:
+    """Return a member that is that of the task of an example, or of the one task."""
+    if isinstance(getattr(Task, name), property):
+        return property(lambda self: getattr(self.task_of(None), name))
+    return lambda self, *given: getattr(self.task_of(next(iter(given), None)), name)(*given)
 
 
 class TasksInOne(Task):
@@ -213,18 +199,18 @@ class TasksInOne(Task):
     def task_of(self, example: Any, /) -> Task:
         """Return the task of an example."""
 
-    render = _passed_on(Task.render)
-    verify = _passed_on(Task.verify)
-    gold_replies = _passed_on(Task.gold_replies)
-    limits_of = _passed_on(Task.limits_of)
-    part_of = _passed_on(Task.part_of)
-    problem_of = _passed_on(Task.problem_of)
-    prompt_fields = _passed_on(Task.prompt_fields)
-    entry_point = _passed_on(Task.entry_point)
-    compares = _passed_on(Task.compares)
-    verify_member = _passed_on(Task.verify_member)
-    verify_group = _passed_on(Task.verify_group)
-    verify_here = _passed_on(Task.verify_here)
+    render = _passed_on("render")
+    verify = _passed_on("verify")
+    gold_replies = _passed_on("gold_replies")
+    limits_of = _passed_on("limits_of")
+    part_of = _passed_on("part_of")
+    problem_of = _passed_on("problem_of")
+    prompt_fields = _passed_on("prompt_fields")
+    entry_point = _passed_on("entry_point")
+    compares = _passed_on("compares")
+    verify_member = _passed_on("verify_member")
+    verify_group = _passed_on("verify_group")
+    verify_here = _passed_on("verify_here")
 
 
 class TaskWrapper(TasksInOne):
@@ -233,37 +219,21 @@ class TaskWrapper(TasksInOne):
     def __init__(self, task: Task) -> None:
         self._task = task
         self.name, self.limits = task.name, task.limits
-        self.is_ordered, self.is_costly, self.asks_judge = task.is_ordered, task.is_costly, task.asks_judge
+        self.is_ordered, self.asks_judge = task.is_ordered, task.asks_judge
 
-    @override
     def task_of(self, example: Any, /) -> Task:
+        """Return the one task."""
         return self._task
 
-    @property
-    @override
-    def version(self) -> str:
-        return self._task.version
-
-    @property
-    @override
-    def variant(self) -> str | None:
-        return self._task.variant
-
-    @property
-    @override
-    def world(self) -> Any:
-        return self._task.world
-
-    @property
-    @override
-    def counts(self) -> Mapping[str, int]:
-        return self._task.counts
-
-    examples = _passed_on(Task.examples)
-    row_keys = _passed_on(Task.row_keys)
-    epoch_order = _passed_on(Task.epoch_order)
-    attempt_tokens = _passed_on(Task.attempt_tokens)
-    warm_up = _passed_on(Task.warm_up)
+    version = _passed_on("version")
+    variant = _passed_on("variant")
+    world = _passed_on("world")
+    counts = _passed_on("counts")
+    examples = _passed_on("examples")
+    row_keys = _passed_on("row_keys")
+    epoch_order = _passed_on("epoch_order")
+    attempt_tokens = _passed_on("attempt_tokens")
+    warm_up = _passed_on("warm_up")
 
 
 def describe_counts(task: Task) -> str:
@@ -304,17 +274,12 @@ def within_bounds(outcome: Outcome, limits: TaskLimits) -> Outcome:
     if outcome.failure is not None or (is_finite and (reward is None or is_within(reward, limits))):
         return outcome
     is_above = is_finite and reward is not None and reward > limits.max_reward
-    shown = ", ".join(f"{name} {value:g}" for name, value in scores.items())
-    failure = Failure(
-        owner=FailureOwner.TASK,
-        kind=CEILING if is_above else IMPOSSIBLE,
-        detail=format_error(
-            f"a score of {math.nan if reward is None else reward:g} ({shown})",
-            allowed=f"{limits.min_reward:g} to {limits.max_reward:g}, what the task says that a reply can"
-            " earn; the rollout is masked",
-            next_step="mend the grader, or correct the task's max_reward and min_reward",
-        ),
+    detail = format_error(
+        f"a score of {math.nan if reward is None else reward:g} ({scores})",
+        allowed=f"{limits.min_reward:g} to {limits.max_reward:g}, what the task says that a reply can earn",
+        next_step="mend the grader, or correct the task's max_reward and min_reward",
     )
+    failure = Failure(owner=FailureOwner.TASK, kind=CEILING if is_above else IMPOSSIBLE, detail=detail)
     # Records hold finite numbers only.
     parts = {name: value if math.isfinite(value or 0.0) else None for name, value in outcome.parts.items()}
     return replace(outcome, parts=parts, is_correct=None, failure=failure)

@@ -79,7 +79,6 @@ class CodeTask(RowTask):
     with more than 8 MiB of them are left out.
     """
 
-    is_costly = True
     _spec: MbppSpec | HumanEvalSpec | AppsSpec
 
     def __init__(self, spec: MbppSpec | HumanEvalSpec | AppsSpec) -> None:

@@ -31,13 +31,12 @@ Handler = Callable[[Any], Any]
 """Takes a value that can be pickled, returns one."""
 _BUILD_LIMIT_S = 600.0
 _RETRY_FACTOR = 4.0
-"""How much longer a call may take after a time-out: the machine may be busy."""
+"""How much longer a call may take the second time: the machine may be busy."""
 _MAX_BYTES = 1 << 32  # Of a worker's memory.
 _MAX_CALLS = 1000
 """Calls of one worker: leaks do not add up."""
 _MAX_ANSWER_BYTES = 1 << 24
 """Also finds what a verifier wrote into its connection: the length that a text begins with is larger."""
-_TIMEOUT = "timeout"
 _Worker = tuple[int, Connection]
 """Its process id and its connection."""
 
@@ -68,8 +67,7 @@ class WorkerPool:
         async with self._places:
             reply = await self._try(payload, limit_s)
             if isinstance(reply, Failure):
-                limit_s *= _RETRY_FACTOR if reply.kind == _TIMEOUT else 1.0
-                reply = await self._try(payload, limit_s, is_retry=True)
+                reply = await self._try(payload, limit_s * _RETRY_FACTOR, is_retry=True)
         return reply
 
     async def close(self) -> None:
@@ -88,7 +86,7 @@ class WorkerPool:
             result, failure = pickle.loads(pipe.recv_bytes(_MAX_ANSWER_BYTES))
             is_sound = failure is None
         except TimeoutError:
-            failure = self._fail(_TIMEOUT, f"no verdict after {limit_s:g} s")
+            failure = self._fail("timeout", f"no verdict after {limit_s:g} s")
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             failure = self._fail("crash", str(error) or "the verifier's process ended")
         finally:

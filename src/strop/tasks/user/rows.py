@@ -139,7 +139,6 @@ class Rows(JudgedRows):
         # Programs alone are limited by their sandbox.
         is_mixed = spec.runs_programs and len(spec.reward) > 1
         super().__init__(spec, form, spec.source, WALL_S + SPARE_VERIFY_S if is_mixed else 0.0)
-        self.is_costly = spec.runs_programs and not self._functions
         if spec.runs_programs:
             self._readers[SANDBOXED] = _read_tests, _TESTS
         self._needed |= dict.fromkeys(self._names or [prompt], f"task.prompt={prompt!r}")
