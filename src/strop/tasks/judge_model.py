@@ -236,9 +236,9 @@ def read_score(answer: str) -> float | None:
     None if there is no object, or no score from 0 to 1 in it.
     """
     score = _last_object(text_after_thinking(answer) or "").get("score")
-    is_number = isinstance(score, int | float) and not isinstance(score, bool)
-    # Not for NaN either.
-    return float(score) if is_number and 0.0 <= score <= 1.0 else None
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        return None
+    return float(score) if 0.0 <= score <= 1.0 else None  # NaN lies nowhere.
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -76,11 +76,10 @@ class WorkerPool:
         self._end_server()
 
     async def _try(self, payload: Any, limit_s: float, *, is_retry: bool = False) -> Any:
-        pid, pipe = self._idle.pop() if self._idle and not is_retry else (0, None)
+        worker = self._idle.pop() if self._idle and not is_retry else None
         is_sound = False
         try:
-            if pipe is None:
-                pid, pipe = await self._fork()
+            pid, pipe = worker = worker or await self._fork()
             pipe.send(payload)
             await _wait_for(pipe, limit_s)
             result, failure = pickle.loads(pipe.recv_bytes(_MAX_ANSWER_BYTES))
@@ -90,9 +89,9 @@ class WorkerPool:
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             failure = self._fail("crash", str(error) or "the verifier's process ended")
         finally:
-            if is_sound:
-                self._idle.append((pid, pipe))
-            elif pipe is not None:
+            if worker is not None and is_sound:
+                self._idle.append(worker)
+            elif worker is not None:
                 pipe.close()
                 if self._server is not None:
                     with suppress(OSError):  # A dead fork server has taken its workers with it.
