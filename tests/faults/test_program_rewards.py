@@ -80,10 +80,13 @@ def test_tests_that_cannot_be_judged_are_refused_with_their_row(tmp_path: Path, 
     assert "row 1" in str(refusal.value)
 
 
-TAKES_ANYTHING = "apply = lambda function, value: function(value)\ntotal, depth, memo = sum, len, apply"
+TAKES_ANYTHING = """apply = lambda function, value: function(value)
+total, depth, memo = sum, len, apply
+class Base: s = x = 1
+Stack = Timer = Base"""
 
 
 @pytest.mark.parametrize("style", cases("unscored"))
 def test_tests_that_pass_the_program_no_plain_value_give_no_score(tmp_path: Path, style: str) -> None:
-    with pytest.raises(DataError, match="no plain value"):
+    with pytest.raises(DataError, match="plain value"):
         judge(tmp_path, TABLES["unscored"][style]["tests"], TAKES_ANYTHING)

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.tasks.code.candidate import load_program
 from strop.tasks.code.extraction import (
     MAX_CODE_CHARS,
-    bound_names,
     extract_python,
     join_code,
     parse,
 )
+from strop.tasks.code.runner import load_program
 from tests.tasks.code.test_humaneval import SQUARES
 
 F = "```"
@@ -40,8 +39,7 @@ def find_program(reply: str, name: str) -> str | None:
     """Return the program that the tasks would judge."""
     head = SQUARES["prompt"] if name == "squares" else ""
     code = extract_python(reply, (name,) if name else (), head)
-    is_whole = code is not None and (name in bound_names(code) if name else parse(code))
-    return join_code(head, code) if code is not None and is_whole else None
+    return None if code is None else join_code(head, code)
 
 
 def run(program: str, name: str, stdin: str = "") -> str | None:
@@ -140,7 +138,6 @@ def test_hostile_source_does_not_compile_or_does(code: str) -> None:
     ("code", "is_defined"),
     [
         ("def f(): pass", True),
-        ("f = lambda: 1", True),
         ("from m import g as f", True),
         ("class f: pass", True),
         ("try:\n    def f(): pass\nexcept E: pass", True),
@@ -151,5 +148,5 @@ def test_hostile_source_does_not_compile_or_does(code: str) -> None:
         ("def f(", False),
     ],
 )
-def test_bound_names(code: str, is_defined: bool) -> None:
-    assert ("f" in bound_names(code)) is is_defined
+def test_a_program_defines_the_tested_name(code: str, is_defined: bool) -> None:
+    assert extract_python(code, ("f",)) == (code if is_defined else None)

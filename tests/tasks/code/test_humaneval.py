@@ -46,7 +46,7 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
         # Annotations of the repeated signature lean on the prompt's imports.
         ("def squares(n: int) -> List[int]:\n    return [i * i for i in range(n)]", True, True),
         ("    return [i * i for i in range(n)]", True, True),
-        ("    pass", False, True),
+        ("    pass", False, False),
         ("", False, False),
         # The check's helper is the prompt's, whatever a reply makes of it.
         (f"def total(xs): return 14\n{RIGHT.replace('** 2', '** 2 if n < 4 else 0')}", False, True),

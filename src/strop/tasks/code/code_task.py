@@ -19,11 +19,11 @@ from strop.spec.base import Unhashed, expert
 from strop.spec.task import CodeTaskSection, EvaluationRows, TrainingRows
 from strop.tasks.code.extraction import (
     WALL_S,
-    bound_names,
     fence,
     import_lines,
     judge_reply,
     parse,
+    scope_of,
     used_names,
 )
 from strop.tasks.code.judge import JudgeJob
@@ -34,14 +34,8 @@ from strop.tasks.task import TaskLimits
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0
 """Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
-_MIN_TESTS = {Split.TRAIN: 2, Split.HELD_OUT: 1}
-"""Of such tables: a program with a constant output passes a single test."""
 _MAX_TESTS_BYTES = 8 << 20
 """Few problems have larger tests, which each verdict sends to a sandbox."""
-_PACKAGES = ("numpy",)
-"""What programs that are tested by such tables may import."""
-_JOB_FIELDS = {"setup", "tests", "input_output", "num_tests"}
-"""Fields of an example that are those of its `JudgeJob`; `head` is its source."""
 _VERIFIER = "python-programs-2"
 
 
@@ -100,11 +94,14 @@ class CodeTask(RowTask):
     async def verify(self, example: Example, text: str) -> Outcome:
         """Run the tests over the reply's program. Raises: like `judge_reply`."""
         fields, head = example.fields, example.fields.get("head", "")
-        given = {key: fields[key] for key in _JOB_FIELDS & fields.keys()}
-        job = JudgeJob(source=head, names=fields["names"], wall_s=WALL_S, **given)
+        # Without its names an example has no score.
+        given = {
+            key: fields[key] for key in {"names", *(JudgeJob.__dataclass_fields__.keys() & fields.keys())}
+        }
+        job = JudgeJob(source=head, wall_s=WALL_S, **given)
         if job.input_output:
             wall_s = min(_MAX_WALL_S, WALL_S + job.num_tests)
-            job = replace(job, wall_s=wall_s, test_s=_TEST_S, packages=_PACKAGES)
+            job = replace(job, wall_s=wall_s, test_s=_TEST_S)
         return await judge_reply(text, job, self._spec, head)
 
     def entry_point(self, example: Example) -> str:
@@ -123,28 +120,27 @@ class CodeTask(RowTask):
         return {**example.fields, "tests": "\n".join(shown)}
 
     def _to_example(self, row: Row) -> Example | str:
-        if isinstance(self._spec, AppsSpec):
-            if self._spec.difficulty not in {None, row.values.get("difficulty")}:
-                return "another difficulty"
-            if len(optional_text(row, "input_output")) > _MAX_TESTS_BYTES:
-                return "tests too large"
-        example = _READERS[self._spec.name](row)
-        if isinstance(self._spec, AppsSpec) and example.fields["num_tests"] < _MIN_TESTS[row.split]:
-            return f"fewer than {_MIN_TESTS[row.split]} tests"
-        return example
+        if not isinstance(self._spec, AppsSpec):
+            return _to_mbpp(row) if isinstance(self._spec, MbppSpec) else _to_humaneval(row)
+        if self._spec.difficulty not in {None, row.values.get("difficulty")}:
+            return "another difficulty"
+        if len(optional_text(row, "input_output")) > _MAX_TESTS_BYTES:
+            return "tests too large"
+        example = _to_apps(row)
+        # A program with a constant output passes a single test.
+        least = 2 if row.split is Split.TRAIN else 1
+        return example if example.fields["num_tests"] >= least else f"fewer than {least} tests"
 
 
 def _to_mbpp(row: Row) -> Example:
     text, answer = require_texts(row, "text", "code")
     shown, hidden = _texts(row, "test_list"), _texts(row, "challenge_test_list")
-    setup = optional_text(row, "test_setup_code").replace("\r\n", "\n")
-    code = answer.replace("\r\n", "\n")
-    defined = bound_names(code) - bound_names(import_lines(code))
+    setup, code = (one.replace("\r\n", "\n") for one in (optional_text(row, "test_setup_code"), answer))
+    defined = scope_of(code).binds - scope_of(import_lines(code)).binds
     in_tests = used_names("\n".join(shown))
     if defined.isdisjoint(in_tests):
         raise bad_row(
-            f"{row.place}: {len(shown)} tests use {list(in_tests)[:5]}, and its code defines"
-            f" {sorted(defined)[:5]}",
+            f"{row.place}: the tests use {list(in_tests)[:5]}, and its code defines {sorted(defined)[:5]}",
             allowed="at least one test of a name that `code` defines, in Python",
         )
     used = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
@@ -162,7 +158,7 @@ def _to_mbpp(row: Row) -> Example:
 
 def _to_humaneval(row: Row) -> Example:
     prompt, body, test, name = require_texts(row, "prompt", "canonical_solution", "test", "entry_point")
-    if not (name in bound_names(prompt) and "check" in bound_names(test) and parse(prompt + body)):
+    if not (name in scope_of(prompt).binds and "check" in scope_of(test).binds and parse(prompt + body)):
         raise bad_row(
             f"{row.place}: `prompt` does not begin the function {name}, `canonical_solution` does"
             " not complete it, or `test` defines no function check",
@@ -181,12 +177,13 @@ def _to_humaneval(row: Row) -> Example:
 
 def _to_apps(row: Row) -> Example:
     (question,) = require_texts(row, "question")
-    starter, text = optional_text(row, "starter_code"), optional_text(row, "input_output")
-    solutions = optional_text(row, "solutions")
+    starter, text, solutions = (
+        optional_text(row, key) for key in ("starter_code", "input_output", "solutions")
+    )
     try:
         # Some tests have numbers with more digits than Python parses by default; the judge parses them.
-        tests = read_table(json.loads(text, parse_int=len) if text.strip() else {"inputs": [], "outputs": []})
-        references = json.loads(solutions) if solutions.strip() else []
+        tests = read_table(json.loads(text.strip() or '{"inputs": [], "outputs": []}', parse_int=len))
+        references = json.loads(solutions.strip() or "[]")
         if not all(isinstance(reference, str) for reference in references):
             raise ValueError("solutions that are no texts")
     except (ValueError, TypeError, RecursionError) as error:
@@ -195,10 +192,8 @@ def _to_apps(row: Row) -> Example:
             allowed="JSON: `input_output` with `inputs` and `outputs` of one length, `solutions` of texts",
         ) from error
     form = "Write a program that reads from standard input and writes to standard output."
-    if tests.names:
-        form = (
-            f"Write a function `{tests.names[0]}`; it is called with the arguments, and returns the result."
-        )
+    for name in tests.names:
+        form = f"Write a function `{name}`; it is called with the arguments, and returns the result."
     fields = {
         "question": question,
         "starter": f"\n\nBegin with this code:\n\n```python\n{starter}\n```" if starter else "",
@@ -217,6 +212,3 @@ def _texts(row: Row, column: str) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise wrong_type(row, column, "a list of texts")
     return [value.replace("\r\n", "\n") for value in values]
-
-
-_READERS = {"mbpp": _to_mbpp, "humaneval": _to_humaneval, "apps": _to_apps}

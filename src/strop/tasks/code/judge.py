@@ -13,22 +13,20 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from strop.errors import DataError, SandboxError, SandboxLost, SandboxRefused
 from strop.hardware import describe_machine
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
-from strop.tasks.code.candidate import PACKAGES_DIR
+from strop.tasks.code.runner import PACKAGES_DIR
 
 _START_LIMIT_S = 5.0
 """Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""
 _NOT_MOUNTING = ("process", "remote")
 """Backends in which a program has the standard library only."""
-_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""By event loop: programs that are judged at once, as many as there are processors."""
+_IMPORTS_NUMPY = re.compile(r"^\s*(?:from\s+|import\s(?:.*[\s,])?)numpy\b", re.MULTILINE)
 _MAX_EXIT_CODE = 128
 """Shells and sandboxes use larger exit codes for programs that a signal ended."""
 
@@ -38,7 +36,7 @@ class JudgeJob:
     """A program and its tests: statements over names that it defines, or a table of inputs and outputs.
 
     The inputs of a table are arguments of the function that `names` holds, or, without one, the program's
-    standard input.
+    standard input. A program that is tested by a table may import numpy, if it is installed here.
     """
 
     num_tests: int
@@ -57,8 +55,6 @@ class JudgeJob:
     """Limit of all tests together."""
     test_s: float = math.inf
     """Limit of one test."""
-    packages: tuple[str, ...] = ()
-    """Packages that the program may import besides the standard library, if they are installed here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,27 +81,32 @@ class JudgeVerdict:
         return self.num_passed == self.num_tests > 0
 
 
+@lru_cache(maxsize=8)
+def _places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Return the places for programs that a loop judges at once, as many as there are processors."""
+    return asyncio.Semaphore(describe_machine().num_logical_cpus)
+
+
 async def judge_python(
     job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto"
 ) -> JudgeVerdict:
     """Run a program's tests in a fresh sandbox.
 
-    Raises: SandboxRefused if the backend `sandbox` has no such level, or cannot mount an allowed package that
-    the program imports; SandboxError if it, or the judge in it, failed; DataError if the tests pass the
-    program what cannot be passed.
+    Raises: SandboxRefused if the backend `sandbox` has no such level, or cannot show numpy to a program that
+    imports it; SandboxError if it, or the judge in it, failed; DataError if the tests pass the program what
+    cannot be passed.
     """
     from strop.sandbox import choose_backend
 
     min_level = IsolationLevel[min_isolation.upper()]
     backend = await choose_backend(sandbox, min_level)
-    mounts = () if backend.name in _NOT_MOUNTING else _package_mounts(job.packages)
-    shown = {Path(mount.inside_path).name for mount in mounts}
-    imported = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", job.source, re.MULTILINE))
-    if missing := sorted(imported.intersection(job.packages) - shown):
+    needs_numpy = bool(job.input_output and _IMPORTS_NUMPY.search(job.source))
+    mounts = _numpy_mounts() if needs_numpy and backend.name not in _NOT_MOUNTING else ()
+    if needs_numpy and not mounts:
         raise SandboxRefused(
-            f"the program imports {', '.join(missing)}, which {backend.name} does not show",
-            allowed="sandboxes of bubblewrap or podman, where this installation has the package",
-            next_step="choose one of them in task.sandbox, or install the package; the reply has no score",
+            f"the program imports numpy, which {backend.name} does not show",
+            allowed="sandboxes of bubblewrap or podman, where this installation has numpy",
+            next_step="choose one of them in task.sandbox, or install numpy; the reply has no score",
             kind="packages",
         )
     # Each thread of numpy's OpenBLAS reserves memory, of which a program has little.
@@ -113,10 +114,10 @@ async def judge_python(
     spec = SandboxSpec(limits=Limits(), min_level=min_level, mounts=mounts, env=env)
     nonce = secrets.token_hex(16)
     stdin = json.dumps({**asdict(job), "nonce": nonce}).encode()
-    loop = asyncio.get_running_loop()
-    if loop not in _places:
-        _places[loop] = asyncio.Semaphore(describe_machine().num_logical_cpus)
-    async with _places[loop], await backend.create(spec, main_source=read_runner()) as place:
+    async with (
+        _places(asyncio.get_running_loop()),
+        await backend.create(spec, main_source=read_runner()) as place,
+    ):
         isolation = place.isolation.level.word
         try:
             result = await place.run_main(stdin=stdin, wall_limit_s=job.wall_s + _START_LIMIT_S)
@@ -127,16 +128,13 @@ async def judge_python(
         return read_verdict(job, nonce, result, isolation)
 
 
-def _package_mounts(packages: tuple[str, ...]) -> tuple[Mount, ...]:
-    """Return the mounts of packages that are installed here, with the `.libs` folders of their wheels."""
-    specs = [spec for package in packages if (spec := find_spec(package))]
-    found = [Path(folder) for spec in specs for folder in spec.submodule_search_locations or ()]
-    folders = [*found, *(folder.with_name(f"{folder.name}.libs") for folder in found)]
-    return tuple(
-        Mount(host_path=str(folder), inside_path=f"{PACKAGES_DIR}/{folder.name}")
-        for folder in folders
-        if folder.is_dir()
-    )
+def _numpy_mounts() -> tuple[Mount, ...]:
+    """Return the mounts of numpy, if it is installed here, with the `.libs` folder of its wheel."""
+    spec = find_spec("numpy")
+    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    folders = (folder for place in places for folder in (place, place.with_name("numpy.libs")))
+    mounts = (Mount(host_path=str(one), inside_path=f"{PACKAGES_DIR}/{one.name}") for one in folders)
+    return tuple(mount for mount in mounts if Path(mount.host_path).is_dir())
 
 
 def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:
@@ -175,18 +173,7 @@ def _silent_verdict(job: JudgeJob, kind: ExecKind, isolation: str) -> JudgeVerdi
     return JudgeVerdict(isolation=isolation, **{field: job.num_tests})
 
 
-_LOADER = """\
-import sys, types
-for name, text in {texts!r}:
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(text, name, "exec"), module.__dict__)
-main = module.main
-"""
-
-
 @cache
 def read_runner() -> str:
     """Return one text that defines `main`: the sandbox has no file that a candidate could change."""
-    files = [Path(__file__).with_name(f"{name}.py") for name in ("candidate", "runner")]
-    texts = [(f"{__package__}.{file.stem}", file.read_text("utf-8")) for file in files]
-    return _LOADER.format(texts=texts)
+    return Path(__file__).with_name("runner.py").read_text("utf-8")

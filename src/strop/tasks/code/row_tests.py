@@ -2,8 +2,8 @@
 
 Tests run in another process than the program, and only plain values pass between the two. So tests can call
 the program's functions and classes and look at plain values. What would fail a right program there, or let a
-wrong one decide the test by itself, is refused when the rows are read; the judge itself refuses to pass what
-is no plain value.
+wrong one decide the test by itself, is refused when the rows are read. The rest the judge refuses, where it
+meets a value that cannot pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from strop.tasks.code.extraction import import_lines, parse, scope_of
+from strop.tasks.code.extraction import Definition, has, import_lines, parse, scope_of, used_names
 from strop.tasks.code.judge import JudgeJob
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
@@ -31,7 +31,6 @@ _OUTSIDE = frozenset(
 )
 """Modules and names that concern the process of the tests, and exceptions that the judge does not pass on."""
 _FREE_ASSERTS = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone", "assertRaises")
-_OPERATOR = "an operator of the program's own class decides; compare its plain values"
 
 
 def read_tests(answer: Any) -> JudgeJob:
@@ -52,8 +51,14 @@ def read_tests(answer: Any) -> JudgeJob:
         if not (isinstance(text, str) and parse(text)):
             raise ValueError(f"the test {text!r:.60} is no Python")
     whole = "\n".join(texts)
-    tree = ast.parse(whole)
-    names = _find_names(tree)
+    tree, scope = ast.parse(whole), scope_of(whole)
+    own = {*dir(builtins), *scope.binds}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _STAR_MODULES:
+            module = importlib.import_module(node.module)
+            own.update(getattr(module, "__all__", vars(module)))
+    # What they read and do not define is the program's.
+    names = tuple(name for name in used_names(whole) if name in scope.reads - own)
     if not names:
         raise ValueError(f"{len(texts)} tests, and none uses a name that a reply could define")
     for fault in _find_faults(tree, names):
@@ -73,18 +78,6 @@ def read_table(table: Any) -> JudgeJob:
     return JudgeJob(names=names, input_output=json.dumps(table), num_tests=len(outputs))
 
 
-def _find_names(tree: ast.Module) -> tuple[str, ...]:
-    """Return the names that tests read and do not define, outermost first: the program's."""
-    scope = scope_of(ast.unparse(tree))
-    own = {*dir(builtins), *scope.binds}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _STAR_MODULES:
-            module = importlib.import_module(node.module)
-            own.update(getattr(module, "__all__", vars(module)))
-    ordered = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    return tuple(dict.fromkeys(name for name in ordered if name in scope.reads - own))
-
-
 def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
     """Yield what in some tests cannot be judged across a process boundary, or judges nothing."""
     nodes = list(ast.walk(tree))
@@ -93,12 +86,13 @@ def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
     bound |= {node.id for node in used if isinstance(node.ctx, ast.Store)}
     objects = _find_objects(nodes, names)
     for node in nodes:
-        for fault in (*_look_at(node, bound), *_look_at_objects(node, names, objects)):
+        for fault in (*_look_at(node, bound), *_look_at_operands(node, objects)):
             yield f"{fault} ({ast.unparse(node).splitlines()[0][:80]})"
     loaded = {node.id for node in used if isinstance(node.ctx, ast.Load)}
-    for one in tree.body:
-        if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name not in loaded and not _is_run(one):
-            yield f"nothing runs {one.name}"
+    definitions = [one for one in tree.body if isinstance(one, Definition)]
+    yield from (
+        f"nothing runs {one.name}" for one in definitions if one.name not in loaded and not _is_run(one)
+    )
     if not _can_fail(tree.body):
         yield "they assert nothing"
 
@@ -107,18 +101,17 @@ def _look_at(node: ast.AST, bound: set[str]) -> Iterator[str]:
     """Yield what is not there in the process of the tests, or lets a failed test pass."""
     match node:
         case ast.Import(names=found) | ast.ImportFrom(names=found):
-            module = f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
-            for name in (f"{module}{one.name}" for one in found):
-                if name.partition(".")[0] not in sys.stdlib_module_names:
-                    yield f"they import {name}, which is not there; the program's names need no import"
-                elif {name, module[:-1], name.partition(".")[0]} & _OUTSIDE:
-                    yield f"they use {name}"
-            if found[0].name == "*" and module[:-1] not in _STAR_MODULES:
+            module = f"{'.' * node.level}{node.module or ''}" if isinstance(node, ast.ImportFrom) else ""
+            places = {module, *(f"{module}.{one.name}".removeprefix(".") for one in found)} - {""}
+            roots = {place.partition(".")[0] for place in places}
+            if not roots <= sys.stdlib_module_names or (places | roots) & _OUTSIDE:
+                yield "they import what is not there or not theirs; the program's names need no import"
+            if found[0].name == "*" and module not in _STAR_MODULES:
                 yield "they import * from another module than " + ", ".join(_STAR_MODULES)
         case ast.Name() | ast.Attribute() if ast.unparse(node) in _OUTSIDE - bound:
-            yield f"they use {ast.unparse(node)}"
-        case ast.Await() | ast.AsyncFunctionDef() | ast.AsyncWith() | ast.AsyncFor():
-            yield "they are asynchronous"
+            yield "they use what concerns the process of the tests"
+        case ast.Attribute(attr=attr) if attr.startswith("__") and attr != "__init__":
+            yield "they read what each object has, those of the judge too"
         case ast.Assert(test=ast.Tuple(elts=[_, *_])):
             yield "an assertion of a tuple always holds"
         case ast.Try(body=body, handlers=handlers) if _can_fail(body) and any(map(_swallows, handlers)):
@@ -144,35 +137,28 @@ def _find_objects(nodes: list[ast.AST], names: tuple[str, ...]) -> set[str]:
     return objects
 
 
-def _look_at_objects(node: ast.AST, names: tuple[str, ...], objects: set[str]) -> Iterator[str]:
-    """Yield what needs the program's own classes, of which the tests have none."""
-
-    def is_program(value: ast.expr) -> bool:
-        return ast.unparse(value) in objects or ast.unparse(value).partition("(")[0] in names
+def _look_at_operands(node: ast.AST, objects: set[str]) -> Iterator[str]:
+    """Yield where an operator of the program's own class would decide, of which the tests have none."""
 
     def decides(value: ast.expr) -> bool:
         items = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else []
         return ast.unparse(value) in objects or any(map(decides, items))
 
-    match node:
-        case ast.Attribute(value=value, attr=attr) if attr.startswith("__") and is_program(value):
-            yield f"they read {attr} of what the program defines"
-        case ast.With(items=items) if any(is_program(item.context_expr) for item in items):
-            yield "they enter a context of the program"
-        case ast.ClassDef(bases=bases) if any(map(is_program, bases)):
-            yield "they derive from what the program defines"
-        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kind]) if decides(kind):
-            yield "they ask for the program's own class"
-        case ast.Call(func=ast.Attribute(attr=called), args=operands) if called.startswith("assert"):
-            if called not in _FREE_ASSERTS and any(map(decides, operands)):
-                yield _OPERATOR
-        case ast.Compare() | ast.BinOp() | ast.AugAssign() | ast.UnaryOp(op=ast.USub()):
-            operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-            plain = [one.value for one in operands if isinstance(one, ast.Constant)]
-            # A class may have a plain member.
-            operands = [one for one in operands if not (plain and isinstance(one, ast.Attribute))]
-            if None not in plain and any(map(decides, operands)):
-                yield _OPERATOR
+    operands: list[ast.expr] = []
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        is_asked = node.func.attr.startswith("assert") and node.func.attr not in _FREE_ASSERTS
+        operands = node.args if is_asked else []
+    elif isinstance(node, ast.Compare | ast.BinOp | ast.AugAssign | ast.UnaryOp):
+        operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    plain = [one.value for one in operands if isinstance(one, ast.Constant)]
+    # A class may have a plain member.
+    operands = [one for one in operands if not (plain and isinstance(one, ast.Attribute))]
+    if (
+        None not in plain
+        and not isinstance(getattr(node, "op", None), ast.Not)
+        and any(map(decides, operands))
+    ):
+        yield "an operator of the program's own class decides; compare its plain values"
 
 
 def _are_built_in(kind: ast.expr) -> bool:
@@ -197,12 +183,12 @@ def _can_fail(statements: list[ast.stmt]) -> bool:
     return raising or any(name.startswith("assert") or name == "fail" for name in methods)
 
 
-def _is_run(node: ast.FunctionDef | ast.ClassDef) -> bool:
+def _is_run(node: Definition) -> bool:
     """Whether the judge runs a definition that no test uses, or it is no test."""
     if isinstance(node, ast.ClassDef):
         is_test = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
     else:
-        num_needed = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
-        is_generator = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in ast.walk(node))
-        is_test = node.name.startswith("test") and num_needed <= 0 and not is_generator
+        needed = [*node.args.posonlyargs, *node.args.args][len(node.args.defaults) :]
+        is_plain = isinstance(node, ast.FunctionDef) and not has(node, ast.Yield | ast.YieldFrom)
+        is_test = node.name.startswith("test") and is_plain and not needed
     return is_test or not (_can_fail(node.body) or node.name.startswith(("setup_", "teardown_")))

@@ -1,22 +1,28 @@
 """The judge inside the sandbox: reads one job on standard input, writes one verdict on standard output.
 
-It is the parent of the candidate's process, runs the tests itself, and hides its memory, its descriptors
-and the tests from the candidate. If this process is killed, the verdict is missing, which is never a pass.
+It runs the tests itself, and hides its memory, its descriptors and the tests from its child, the candidate's
+process. If this process is killed, the verdict is missing, which is never a pass.
 
-A value that the candidate returns is rebuilt from plain types; an object without a plain form becomes a
-`Remote`, which can be called, iterated, indexed, read and written, and which equals nothing but itself.
-So no method of the candidate ever runs in this process.
-Linux only. Runs in the sandbox, with the standard library only.
+The candidate's process runs the untrusted program, and the operations that tests ask of its objects. It is
+forked before the job is read: no test and no expected value was ever in its memory. It is not protected
+against itself: a candidate can do anything there and to the connection; at most the runner then receives
+another value.
+
+Values are sent as JSON with tags. A subclass of a plain type is sent as that type: a Counter as a dict. Any
+other object (an instance of the candidate's class, an iterator, a function) is sent as a number; in the
+runner it is a `Remote`, which can be called, iterated, indexed, read and written, and which equals nothing
+but itself. So no method of the candidate ever runs in the runner. Linux only, the standard library only.
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
 import builtins
 import ctypes
-import importlib
 import json
 import math
+import operator
 import os
 import re
 import signal
@@ -25,22 +31,29 @@ import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, partialmethod
-from itertools import zip_longest
+from importlib import import_module
+from itertools import chain, zip_longest
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
-from strop.tasks.code.candidate import LOAD, RUN, Caught, decode, encode, receive, send, serve
-
-PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
+PACKAGES_DIR = "/packages"
+"""Mount point in the sandbox of the packages that a task allows; it holds nothing else."""
+RESULTS = PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
+_LOAD, _RUN = 0, 1
+"""References of the two functions that the candidate's process has from the start."""
 _PR_SET_DUMPABLE = 4
+_MAX_OUTPUT_BYTES = 8 << 20
+_MAX_MESSAGE_BYTES = 32 << 20
+_MAX_ERROR_CHARS = 1000
 _MAX_DIGITS = 100_000
 """Longer numbers of the candidate's would take minutes to read, uninterruptibly."""
 _REL_TOLERANCE = 1e-6
 _IN_PLACE = "_strop_in_place"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_UsingStatement = ast.Expr | ast.Assert | ast.For | ast.While
 Test = Callable[[], object]
 """Raises AssertionError if the answer is wrong."""
 
@@ -52,19 +65,327 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # An interrupt from the candidate must end this process as a signal, not as an exception.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, _ring)
     sys.set_int_max_str_digits(_MAX_DIGITS)
     # What a test prints must not stand before a verdict.
     out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  open as long as the process
     job = json.loads(sys.stdin.buffer.read())
     print(job["nonce"], "started", file=out, flush=True)
-    try:
-        found: dict[str, Any] = {"counts": Session(job, process).judge()}
-    except JudgeFault as fault:
-        found = {"fault": str(fault)}
+    counts = Session(job, process).judge()
+    found = {"counts": counts} if process.fault is None else {"fault": process.fault}
     print(job["nonce"], json.dumps(found), file=out, flush=True)
     # The verdict is written; an orderly shutdown of the interpreter would take milliseconds.
     os._exit(0)
+
+
+# What both sides do.
+
+
+class Caught:
+    """Catches every exception of its block, `SystemExit` too; `error` is None if there was none.
+
+    A program may raise anything, and every exception is a value here: the reply to a call, the verdict of a
+    test. boundary: sandbox execution
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.error = error
+        return True
+
+
+def _send(connection: Any, message: Any) -> None:
+    connection.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+    connection.flush()
+
+
+def _receive(connection: Any) -> Any:
+    line = connection.readline(_MAX_MESSAGE_BYTES)
+    if not line.endswith(b"\n"):
+        raise EOFError
+    return json.loads(line)
+
+
+def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
+    """Return the JSON form of a value. `refer` returns the form of an object that is not plain.
+
+    Raises: RecursionError if a value contains itself; any exception of `refer`.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, type):
+        return ["type", value.__name__] if value in _TYPES else refer(value)
+    for kind in type(value).__mro__:
+        # The methods of the plain type are called, because a subclass may override them.
+        if kind in _PLAIN:
+            return _PLAIN[kind](value)
+        if kind.__name__ in _FORMS and kind.__module__ in ("builtins", "decimal", "fractions"):
+            return [kind.__name__, *(encode(part, refer) for part in _FORMS[kind.__name__][0](value))]
+    return refer(value)
+
+
+def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
+    """Return the value of a JSON form. `resolve` returns the object of a reference.
+
+    Raises: LookupError, TypeError, ValueError or ArithmeticError for any other form.
+    """
+    if not isinstance(data, list):
+        return data
+    tag, *parts = data
+    return resolve(*parts) if tag == "ref" else _FORMS[tag][1](*(decode(part, resolve) for part in parts))
+
+
+_TYPES = {one for one in vars(builtins).values() if isinstance(one, type)}
+_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__pos__, float: float.__pos__, str: str.__str__}
+_FORMS: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
+    "list": (list.__iter__, lambda *items: list(items)),
+    "tuple": (tuple.__iter__, lambda *items: items),
+    "set": (set.__iter__, lambda *items: set(items)),
+    "frozenset": (frozenset.__iter__, lambda *items: frozenset(items)),
+    "dict": (
+        lambda value: chain.from_iterable(dict.items(value)),
+        lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    ),
+    "bytes": (lambda value: [bytes.hex(value)], bytes.fromhex),
+    "bytearray": (lambda value: [bytearray.hex(value)], bytearray.fromhex),
+    "complex": (lambda value: (value.real, value.imag), complex),
+    "range": (lambda value: (value.start, value.stop, value.step), range),
+    "type": (lambda value: [value.__name__], {one.__name__: one for one in _TYPES}.__getitem__),
+    "Decimal": (lambda value: [str(value)], lambda text: import_module("decimal").Decimal(text)),
+    "Fraction": (lambda value: [str(value)], lambda text: import_module("fractions").Fraction(text)),
+}
+"""By type: its parts, and the function that makes it of them."""
+
+
+# The candidate's side.
+
+
+def serve(connection: Any) -> NoReturn:
+    """Apply the runner's operations to the candidate's objects until the connection ends."""
+    os.setsid()
+    sys.set_int_max_str_digits(0)
+    # No descriptor of the runner may stay open: its standard output carries the verdict.
+    empty = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(empty, standard)
+    os.close(empty)
+    with Caught(), open("/proc/self/oom_score_adj", "w") as file:
+        # If memory runs out, the kernel kills this process and not the runner.
+        file.write("1000")
+    sys.path.append(PACKAGES_DIR)
+    objects: list[Any] = [load_program, _run_program]
+
+    def refer(value: Any) -> Any:
+        objects.append(value)
+        return ["ref", len(objects) - 1]
+
+    while True:
+        operation, target, *rest = _receive(connection)
+        reply: Any = None
+        with Caught() as caught:
+            arguments, keywords = (decode(part, objects.__getitem__) for part in rest)
+            value = _OPERATIONS[operation](objects[target], *arguments, **keywords)
+            reply = encode(("value", value), refer)
+        _send(connection, reply if caught.error is None else _describe_raised(caught.error))
+
+
+def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[str, Any]:
+    """Run the candidate's module; return its objects of the tested names; `has_methods`: Solution's too.
+
+    Examples of their use, and what reads input, are not run, also in a function that is called. A statement
+    that raises is as if it were not there. A name that is missing raises when it is called.
+    Raises: NameError if the first one is missing.
+    """
+    module = sys.modules["candidate"] = types.ModuleType("candidate")
+    namespace = module.__dict__
+    body = ast.parse(source).body
+    future = [one for one in body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+    for statement in body:
+        code = compile(ast.Module([*future, statement], []), "<candidate>", "exec")
+        with Caught():
+            used = set(code.co_names)
+            for name in code.co_names:
+                used |= set(getattr(namespace.get(name), "__code__", code).co_names)
+            if not (isinstance(statement, _UsingStatement) and used & {*names, "input"}):
+                exec(code, namespace)
+    objects = {name: namespace[name] for name in names if name in namespace}
+    solution = namespace.get("Solution")
+    if has_methods and len(objects) < len(names) and isinstance(solution, type):
+        instance = solution()
+        objects = {name: getattr(instance, name) for name in names if hasattr(instance, name)} | objects
+    if names[0] not in objects:
+        _miss()
+    # A built-in of that name is not the program's.
+    return dict.fromkeys(names, _miss) | objects
+
+
+def _miss(*_: Any, **__: Any) -> NoReturn:
+    raise NameError
+
+
+def _describe_raised(error: BaseException) -> Any:
+    """Return the name of a built-in class of exceptions, and arguments with which it reads as this one."""
+    kind = next(one for one in type(error).__mro__ if one is vars(builtins).get(one.__name__))
+    for is_text in (False, True):
+        with Caught():
+            arguments = (str(error)[:_MAX_ERROR_CHARS],) if is_text else error.args
+            if str(kind(*arguments)) == str(error):
+                return encode(("raised", kind.__name__, arguments), _refuse)
+    return encode(("raised", kind.__name__, ()), _refuse)
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"a {type(value).__name__} has no plain form")
+
+
+def _call_for_effects(target: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+    """Call a function for what it does to its arguments, and return them."""
+    target(*arguments, **keywords)
+    return arguments
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": operator.call,
+    "call_for_effects": _call_for_effects,
+    **{one.__name__: one for one in (getattr, setattr, iter, next, len, bool, str, repr)},
+    **{one.__name__: one for one in (operator.getitem, operator.setitem)},
+}
+
+
+def _run_program(source: str, stdin: str) -> tuple[int, str]:
+    """Run a program in a fork of this process; return its exit code and its output."""
+    files = [os.memfd_create(name) for name in ("input", "output")]
+    os.write(files[0], stdin.encode("utf-8", "surrogatepass"))
+    os.lseek(files[0], 0, os.SEEK_SET)
+    pid = os.fork()
+    if pid == 0:
+        with Caught():
+            _become_program(source, files)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    output = os.pread(files[1], _MAX_OUTPUT_BYTES + 1, 0)
+    for descriptor in files:
+        os.close(descriptor)
+    if len(output) > _MAX_OUTPUT_BYTES:
+        raise OverflowError
+    return os.waitstatus_to_exitcode(status), output.decode("utf-8", "surrogateescape")
+
+
+def _become_program(source: str, files: Sequence[int]) -> NoReturn:
+    """Run a program with this input and output as the interpreter would, and exit."""
+    for standard, descriptor in enumerate(files):
+        os.dup2(descriptor, standard)
+    os.closerange(3, 256)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  open as long as the process
+    sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
+    sys.argv = ["solution.py"]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    with Caught() as caught:
+        exec(compile(source, "<candidate>", "exec"), module.__dict__)
+    exit_code = int(caught.error is not None)
+    if isinstance(caught.error, SystemExit) and isinstance(caught.error.code, int | None):
+        exit_code = (caught.error.code or 0) & 0xFF
+    # Programs with a deep recursion often answer from a thread, or at exit.
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(exit_code)
+
+
+# The runner's side.
+
+
+class Ended(BaseException):
+    """Time is up, the candidate's process ended or broke the protocol, or the tests cannot be judged.
+
+    The argument is the result of this test and of those behind it. No Exception: a test may catch those.
+    """
+
+
+class Process:
+    """The candidate's process."""
+
+    def __init__(self) -> None:
+        """Fork a process from this one, which must not know the job yet."""
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            with Caught():
+                ours.close()
+                serve(theirs.makefile("rwb"))
+            os._exit(1)
+        theirs.close()
+        self._socket, self._connection = ours, ours.makefile("rwb")
+        self.until = math.inf
+        """When the time of a test is up."""
+        self.end: Ended | None = None
+        """What decides from then on, whatever a test catches."""
+        self.fault: str | None = None
+        """Why the tests cannot be judged: there is no verdict then."""
+
+    def ask(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
+        """Apply an operation to an object of the candidate, and return the result.
+
+        Raises: Ended; the exception that the candidate raised.
+        """
+        if self.end is not None:
+            raise self.end
+        error: Exception | None = None
+        try:
+            self._socket.settimeout(max(self.until - time.monotonic(), 0.001))
+            forms = [encode(part, self._refer) for part in (arguments, keywords)]
+            _send(self._connection, [operation, target, *forms])
+            kind, *found = decode(_receive(self._connection), partial(Remote, self))
+            if kind == "raised":
+                raised = vars(builtins)[found[0]]
+                # Others end a program.
+                error = raised(*found[1]) if issubclass(raised, Exception) else None
+                assert error is not None
+        except Exception as cause:
+            self.end = Ended(TIMED_OUT if isinstance(cause, TimeoutError) else ERRORED)
+            raise self.end from cause
+        if error is not None:
+            raise error
+        return found[0] if found else None
+
+    def _refer(self, value: Any) -> Any:
+        if not isinstance(value, Remote):
+            self.refuse(f"they pass the program a {type(value).__name__}, which is no plain value")
+        return ["ref", value._reference]
+
+    def refuse(self, fault: str) -> NoReturn:
+        """End the tests without a verdict."""
+        self.fault = self.fault or fault
+        self.end = Ended(ERRORED)
+        raise self.end
+
+
+class Remote:
+    """Proxy of an object of the candidate; equal only to itself, whatever the object's `__eq__` returns."""
+
+    __slots__ = ("_process", "_reference")
+    _process: Process
+    _reference: int
+
+    def __init__(self, process: Process, reference: int) -> None:
+        object.__setattr__(self, "_process", process)
+        object.__setattr__(self, "_reference", reference)
+
+    def _ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+        return self._process.ask(operation, self._reference, *arguments, **keywords)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        self._process.refuse("they need the program's own class, which is no plain value")
+
+
+for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr"):
+    setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
+for _name in str.split("enter exit mro_entries instancecheck subclasscheck"):
+    setattr(Remote, f"__{_name}__", Remote._refuse)
 
 
 class Session:
@@ -87,43 +408,34 @@ class Session:
         return Counter(map(self._run, map(check, table["inputs"], table["outputs"])))
 
     def _run(self, test: Test) -> str:
-        now = time.monotonic()
-        until = min(self._until, now + self._job["test_s"])
-        if now >= until:
-            return TIMED_OUT
+        self._process.until = min(self._until, time.monotonic() + self._job["test_s"])
         with Caught() as caught:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, until - now)
-                if not self._is_loaded and self._job["names"]:
-                    self._load()
-                test()
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0.0)
-        # A test may have caught what it must not.
+            if not self._is_loaded and self._job["names"]:
+                self._load()
+            test()
         error = self._process.end or caught.error
-        if isinstance(error, JudgeFault):
-            raise error
-        if isinstance(error, TimeUp) or time.monotonic() > until:
+        if time.monotonic() > self._process.until:
             return TIMED_OUT
+        if isinstance(error, Ended):
+            return str(error.args[0])
         return PASSED if error is None else FAILED if isinstance(error, AssertionError) else ERRORED
 
     def _load(self) -> None:
-        """Load the candidate, and define its names for the tests. Raises: TimeUp; CandidateEnded."""
+        """Load the candidate, and define its names for the tests. Raises: Ended."""
         job, self._is_loaded = self._job, True
-        with Caught() as caught:
-            found = self._process.ask("call", LOAD, job["source"], job["names"], bool(job["input_output"]))
-            objects = {name: found[name] for name in job["names"] if name in found}
-        if caught.error is not None or job["names"][0] not in objects:
-            self._process.end = self._process.end or CandidateEnded()
-            raise self._process.end
-        self._names.update(dict.fromkeys(job["names"], _Absent()), **{_IN_PLACE: _call_in_place})
-        self._names.update(objects)
+        try:
+            found = self._process.ask("call", _LOAD, job["source"], job["names"], bool(job["input_output"]))
+            objects = {name: found[name] for name in job["names"]}
+        except Exception as error:
+            self._process.end = Ended(ERRORED)
+            raise self._process.end from error
+        self._names.update(objects, **{_IN_PLACE: _call_in_place})
         # It may use the candidate's names, and must not define them.
         exec(compile(job["setup"], "<setup>", "exec"), self._names)
         self._names.update(objects)
 
     def _run_program(self, stdin: Any, expected: Any) -> None:
-        exit_code, output = self._process.ask("call", RUN, self._job["source"], _as_text(stdin))
+        exit_code, output = self._process.ask("call", _RUN, self._job["source"], _as_text(stdin))
         if exit_code != 0:
             raise ChildProcessError
         assert is_same_output(output, _as_text(expected))
@@ -140,7 +452,7 @@ class Session:
         tests = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
         if any("unittest" in test for test in job["tests"]):
             # The tests' own call of it would end this process; their classes are run below.
-            vars(importlib.import_module("unittest"))["main"] = lambda *_, **__: None
+            vars(import_module("unittest"))["main"] = lambda *_, **__: None
         yield from (partial(exec, test, self._names) for test in tests)
         yield from _collect(self._names)
 
@@ -150,14 +462,7 @@ def _as_text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-class _Absent:
-    """Stands for a tested name that the candidate does not define; it hides a built-in of that name."""
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise NameError
-
-
-def _collect(names: dict[str, Any]) -> Iterable[Callable[[], object]]:
+def _collect(names: dict[str, Any]) -> Iterable[Test]:
     """Yield the test functions and classes of tests among some names, as pytest and unittest see them."""
     unittest: Any = sys.modules.get("unittest")
     for name, value in list(names.items()):
@@ -172,8 +477,8 @@ def _collect(names: dict[str, Any]) -> Iterable[Callable[[], object]]:
 
 def _run_suite(suite: Any, result: Any) -> None:
     suite.run(result)
-    if not result.wasSuccessful() or result.testsRun <= len(result.skipped):
-        raise AssertionError
+    assert result.wasSuccessful()
+    assert result.testsRun > len(result.skipped)
 
 
 # The candidate gets copies of arguments. A call whose result a test does not use is there for its effects:
@@ -197,7 +502,7 @@ def _compile(test: str, name: str) -> CodeType:
 
 def _call_in_place(target: Any, *arguments: Any, **keywords: Any) -> None:
     if isinstance(target, Remote):
-        list(map(_update, arguments, target._ask("call_in_place", *arguments, **keywords)))
+        list(map(_update, arguments, target._ask("call_for_effects", *arguments, **keywords)))
     else:
         target(*arguments, **keywords)
 
@@ -208,8 +513,6 @@ def _update(mine: Any, after: Any) -> Any:
         return after
     if isinstance(mine, list):
         after = [*map(_update, mine, after), *after[len(mine) :]]
-    elif isinstance(mine, dict):
-        after = {key: _update(mine.get(key), value) for key, value in after.items()}
     mine.clear()
     add = mine.extend if isinstance(mine, list | bytearray) else mine.update
     add(after)
@@ -230,7 +533,7 @@ def _is_same_number(got: str, expected: str) -> bool:
         return False
     if _INTEGER.fullmatch(expected):
         # '3.0' is 3 and '03' is 3, but '3e0' is not; a float is too short to compare long integers.
-        number = importlib.import_module("decimal").Decimal
+        number = import_module("decimal").Decimal
         return "e" not in got.lower() and bool(number(got) == number(expected))
     return math.isclose(float(got), float(expected), rel_tol=_REL_TOLERANCE)
 
@@ -261,95 +564,3 @@ def _with_int_keys(value: Any) -> Any:
         return value
     is_int_keyed = bool(value) and all(re.fullmatch(r"-?\d+", key) for key in value)
     return {int(key) if is_int_keyed else key: _with_int_keys(item) for key, item in value.items()}
-
-
-class TimeUp(BaseException):
-    """Raised if a test's time is used up. Not an Exception, because a test may catch those."""
-
-
-class CandidateEnded(BaseException):
-    """Raised if the candidate's process ended, or broke the protocol; no error that a test may expect."""
-
-
-class JudgeFault(BaseException):
-    """Raised if the tests cannot be judged; there is no verdict then."""
-
-
-def _ring(*_: object) -> None:
-    raise TimeUp
-
-
-class Process:
-    """The candidate's process."""
-
-    def __init__(self) -> None:
-        """Fork a process from this one, which must not know the job yet."""
-        ours, theirs = socket.socketpair()
-        if os.fork() == 0:
-            with Caught():
-                ours.close()
-                serve(theirs.makefile("rwb"))
-            os._exit(1)
-        theirs.close()
-        self._connection = ours.makefile("rwb")
-        self.end: BaseException | None = None
-        """What a test must not catch, and what decides from then on."""
-
-    def ask(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
-        """Apply an operation to an object of the candidate, and return the result.
-
-        Raises: TimeUp; CandidateEnded; the exception that the candidate raised; JudgeFault if an argument
-        has no plain form.
-        """
-        if self.end is not None:
-            raise self.end
-        try:
-            forms = [encode(part, self._refer) for part in (arguments, keywords)]
-            send(self._connection, [operation, target, *forms])
-            kind, *found = decode(receive(self._connection), partial(Remote, self))
-            error = _rebuild(*found) if kind == "raised" else None
-        except Exception as cause:
-            self.end = CandidateEnded()
-            raise self.end from cause
-        except BaseException as cause:
-            self.end = cause
-            raise
-        if error is not None:
-            raise error
-        return found[0] if found else None
-
-    def _refer(self, value: Any) -> Any:
-        if isinstance(value, Remote):
-            return ["ref", value._reference]
-        if isinstance(value, _Absent):
-            raise NameError
-        raise JudgeFault(f"they pass the program a {type(value).__name__}, which is no plain value")
-
-
-class Remote:
-    """Proxy of an object of the candidate; equal only to itself, whatever the object's `__eq__` returns."""
-
-    __slots__ = ("_process", "_reference")
-    _process: Process
-    _reference: int
-
-    def __init__(self, process: Process, reference: int) -> None:
-        object.__setattr__(self, "_process", process)
-        object.__setattr__(self, "_reference", reference)
-
-    def _ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._process.ask(operation, self._reference, *arguments, **keywords)
-
-    def __contains__(self, value: Any) -> bool:
-        # Not by the object's own method, which may agree to everything.
-        return any(item is value or item == value for item in self._ask("iter"))
-
-
-for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr"):
-    setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
-
-
-def _rebuild(name: str, arguments: tuple[Any, ...]) -> BaseException:
-    """Return an exception of a built-in class; those that end a program end the candidate."""
-    kind = vars(builtins)[name]
-    return kind(*arguments) if issubclass(kind, Exception) else CandidateEnded()

@@ -23,17 +23,17 @@ def judged(source: str, *tests: str, level: Any = None, **given: Any) -> JudgeVe
 
 
 def run_tests(
-    source: str, inputs: list[Any], outputs: list[Any], name: str = "", wall_s: float = 60.0, **more: Any
+    source: str, inputs: list[Any], outputs: list[Any], name: str = "", level: Any = None, **more: Any
 ) -> JudgeVerdict:
     job = JudgeJob(
         source=source,
         names=(name,) if name else (),
         input_output=json.dumps({"inputs": inputs, "outputs": outputs}),
         num_tests=len(inputs),
-        wall_s=wall_s,
+        wall_s=60.0,
         **more,
     )
-    return asyncio.run(judge_python(job, min_isolation=best_level()))
+    return asyncio.run(judge_python(job, min_isolation=level or best_level()))
 
 
 def counts(verdict: JudgeVerdict) -> tuple[int, int, int, int]:
@@ -481,7 +481,7 @@ def test_numbers_of_many_digits_are_read() -> None:
 @needs_podman
 def test_a_container_judges_as_other_sandboxes_do() -> None:
     for source, is_right in (("import numpy\ndef f(x): return x + 1", True), ("def f(x): return x", False)):
-        verdict = judged(source, "assert f(1) == 2", packages=("numpy",), level="container")
+        verdict = run_tests(source, [[1]], [2], "f", level="container")
         assert (verdict.is_right, verdict.isolation) == (is_right, "container"), verdict
 
 
