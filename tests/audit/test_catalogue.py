@@ -13,7 +13,6 @@ from strop.spec import TaskSpec
 from strop.tasks import build_task
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
 from strop.tasks.presets import MathSpec, PresetSpec
-from strop.tasks.user.rows import SftJsonlSpec
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.test_tasks import ALL_ROWS
 from tests.tasks.mathematics.test_tasks import math_row
@@ -57,13 +56,6 @@ TASKS: dict[str, tuple[type[Any], list[Row]]] = {
     ),
     "rlvr-ifeval": (RlvrIfevalSpec, ALL_ROWS["rlvr-ifeval"]),
     "if-multi": (IfMultiSpec, ALL_ROWS["if-multi"]),
-    "sft-jsonl": (
-        SftJsonlSpec,
-        [
-            {"prompt": problem(n), "completion": f"It is {answer(n)}.", "gold": str(answer(n))}
-            for n in NUMBERS
-        ],
-    ),
 }
 
 

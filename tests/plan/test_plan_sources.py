@@ -21,7 +21,6 @@ from tests.fixtures.sockets import only_connects_to
 NEEDED: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("task.dataset=chain_sum",),
     "humaneval": ("task.source=openai/openai_humaneval",),
-    "sft-jsonl": ("task.source=org/rows",),
     "repo-repair": ("task.source=org/rows",),
     "rows": ("task.source=org/rows", "task.prompt=question", "task.reward=exact", "task.answer=answer"),
     "mixture": ("task.parts.a.name=mbpp", "task.parts.b.name=gsm8k", "task.parts.c.name=arithmetic"),

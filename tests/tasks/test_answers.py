@@ -155,20 +155,16 @@ def test_a_model_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
         render_prompt(tokenizer, messages, "base")
 
 
-@pytest.mark.parametrize("name", ["rows", "sft-jsonl"])
-def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name: str, tmp_path: Path) -> None:
+def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(tmp_path: Path) -> None:
     """Incident: the reply had room to think, and the model was told nothing."""
     talk = [("user", "Hello"), ("assistant", "Hi"), ("user", "And?"), ("assistant", "And so on.")]
     rows = [
-        {"messages": [{"role": role, "content": content} for role, content in talk], "gold": "on"},
-        {"prompt": "How?", "completion": "So.", "gold": "So."},
+        {"asked": [{"role": role, "content": content} for role, content in talk], "gold": "on"},
+        {"asked": "How?", "gold": "So."},
     ]
-    if name == "rows":
-        rows = [{"prompt": "Who?"}, {"prompt": "How?"}]
     write_rows(tmp_path / "rows.jsonl", rows)
-    words = [f"task.name={name}", f"task.source={tmp_path}/rows.jsonl", "task.thinking=on"]
-    judged = ["prompt=prompt", "reward=judge", "judge_url=http://127.0.0.1:1/v1", "judge_model=scripted"]
-    own = ["reward=exact"] if name == "sft-jsonl" else [*judged, "judge_revision=v1"]
+    words = ["task.name=rows", f"task.source={tmp_path}/rows.jsonl", "task.thinking=on"]
+    own = ["prompt=asked", "answer=gold", "reward=exact"]
     task = build_task(load_spec(None, ["name=x", *words, *(f"task.{word}" for word in own)]).spec.task)
     for split in Split:
         for example in task.examples(split):

@@ -72,14 +72,14 @@ def test_only_examples_of_the_asked_difficulty_are_trained_on(tmp_path: Path) ->
     assert describe_counts(task) == "of the order file, outside the bounds: 2"
 
 
-def test_dat_1_an_id_that_matches_no_example_is_refused_with_its_nearest(tmp_path: Path) -> None:
+def test_dat_1_an_id_that_matches_no_example_is_refused(tmp_path: Path) -> None:
     """Incident: 4,691 ids listed, 2,731 matched, the others skipped in silence."""
     misspelt = TRAIN[3].example_id[:-1] + ("0" if TRAIN[3].example_id[-1] != "0" else "1")
     lines = [entry(0), {"example_id": misspelt}, entry(1)]
     with pytest.raises(DataError) as caught:
         ordered(tmp_path, lines).examples(Split.TRAIN)
     assert f"{tmp_path / 'order.jsonl'} names 1 ids of 3" in str(caught.value)
-    assert f"{misspelt} (nearest: {TRAIN[3].example_id})" in str(caught.value)
+    assert misspelt in str(caught.value)
 
 
 def test_dat_1_a_held_out_example_cannot_be_ordered_into_training(tmp_path: Path) -> None:

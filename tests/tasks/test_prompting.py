@@ -191,12 +191,13 @@ def test_a_task_made_of_others_leaves_them_to_its_parts(word: str) -> None:
 def test_a_row_with_a_system_message_of_its_own_is_refused(tmp_path: Path) -> None:
     told = [{"role": "system", "content": "Sir."}, {"role": "user", "content": "1?"}]
     rows = [
-        {"prompt": "2?", "completion": "2", "gold": "2"},
-        {"messages": told, "completion": "1", "gold": "1"},
+        {"messages": [{"role": "user", "content": "2?"}], "gold": "2"},
+        {"messages": told, "gold": "1"},
     ]
     write_rows(tmp_path / "train.jsonl", rows)
-    (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "3?", "completion": "3", "gold": "3"}))
-    words = ["name=x", "task.name=sft-jsonl", f"task.source={tmp_path}", "task.system_prompt=Be brief."]
+    (tmp_path / "test.jsonl").write_text(json.dumps({"messages": told[1:], "gold": "3"}))
+    own = [f"task.source={tmp_path}", "task.prompt=messages", "task.answer=gold", "task.reward=exact"]
+    words = ["name=x", "task.name=rows", *own, "task.system_prompt=Be brief."]
     task = build_task(load_spec(None, words).spec.task)
     assert len(task.examples(Split.HELD_OUT)) == 1
     with pytest.raises(DataError, match="has a system message of its own, beside"):

@@ -45,9 +45,6 @@ def test_a_folder_of_splits_or_of_one_is_read_as_its_rows_are(tmp_path: Path) ->
     saved = save_split(TRAIN, tmp_path / "one", num_files=3)
     lines = write_rows(tmp_path / "all.jsonl", TRAIN)
     assert read_ids(f"task.source={saved}") == read_ids(f"task.source={lines}")
-    # The chosen columns are those of the rows.
-    saved = save_split(TRAIN, tmp_path / "chosen", _format_columns=["answer"])
-    assert [row.values for row in read_rows(saved)] == [{"answer": row["answer"]} for row in TRAIN]
     assert read_rows(saved)[4].place == f"{saved}, row 5"
 
 
@@ -76,7 +73,7 @@ def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
     last = saved / "data-00001-of-00002.arrow"
     last.write_bytes(last.read_bytes()[:-8])
     with pytest.raises(
-        DataError, match=r"data-00001-of-00002\.arrow cannot be read \(it ends before its last"
+        DataError, match=r"data-00001-of-00002\.arrow cannot be read .*it ends before its last"
     ):
         read_rows(saved)
     last.unlink()

@@ -154,7 +154,6 @@ ASKED = {"prompt": "A?", "completion": "B"}
         ({"messages": TALK[:4]}, "a reply of the assistant last"),
         ({"messages": TALK[2:]}, "a question first"),
         ({"messages": TALK, "completion": "B"}, "something between two replies"),
-        (ASKED | {"prompt_id": 7}, "prompt_id=7"),
         (ASKED | {"train_on": "none"}, "train_on='none'. Allowed: .*'assistant', 'last' or 'all'"),
         (ASKED | {"weight": 0}, "weight=0"),
         ({"prompt": "A?", "completion": "<|end|>"}, "only a terminator"),
@@ -185,16 +184,6 @@ def test_a_torn_or_empty_file_is_refused(model_dir: Path, tmp_path: Path, text: 
     path.write_text(text)
     with pytest.raises(DataError, match=words):
         read(path, make_framing(model_dir))
-
-
-def test_a_prompt_id_names_one_prompt(model_dir: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": "A?", "completion": text, "prompt_id": "p"} for text in ("B", "C")]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    framing = make_framing(model_dir)
-    assert [member.prompt_id for member in read(path, framing).members] == ["p", "p"]
-    write_rows(path, [*rows, {"prompt": "D?", "completion": "B", "prompt_id": "p"}])
-    with pytest.raises(DataError, match=r"prompt_id='p' names different prompts in .*row 1 and .*row 3"):
-        read(path, framing)
 
 
 def test_a_subset_is_chosen_and_counted(model_dir: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class GuessNumber:
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
         """Yield the number, as the self-test's seed draws it."""
-        from strop.tasks.user.posing import OPENING_SEED
+        from strop.tasks.user.own_task import OPENING_SEED
 
         secret = random.Random(f"{example.example_id}/{OPENING_SEED}").randint(1, self._spec.max_value)
         yield (str(secret),)

@@ -25,7 +25,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner, ToolCall
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.user.posing import make_task, pose
+from strop.tasks.user.own_task import collect, make_task
 from strop.user_code.probe import answer_order
 
 Returned = TypeVar("Returned")
@@ -194,7 +194,7 @@ def read_facts(own: Any) -> dict[str, Any]:
 
 
 def _pose(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
-    return {**pose(kind, order), "facts": read_facts(make_task(kind, order["values"]))}
+    return {**collect(kind, order), "facts": read_facts(make_task(kind, order["values"]))}
 
 
 if __name__ == "__main__":

@@ -48,8 +48,7 @@ from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose, with_system
 from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
 from strop.tasks.tool_calls import Spoken, list_schemas, read_reply
-from strop.tasks.user.own_task import OwnTask, require_whole
-from strop.tasks.user.posing import OPENING_SEED, opening_of
+from strop.tasks.user.own_task import OPENING_SEED, OwnTask, opening_of, require_whole
 from strop.tasks.user.rewards import as_outcome
 from strop.tasks.version import fit_limits, hash_version
 

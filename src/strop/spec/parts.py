@@ -34,10 +34,10 @@ class MixtureSpec(TaskSection):
     """Several tasks trained as one."""
 
     name: Literal["mixture"]
-    mode: Literal["weighted", "proportional", "sequential"] = Field(
+    mode: Literal["weighted", "sequential"] = Field(
         default="weighted",
         description="How the parts' examples follow each other in an epoch: drawn by weight until all are"
-        " used up, drawn by the parts' sizes, or one part after the other.",
+        " used up, or one part after the other.",
         json_schema_extra=expert("tasks are mixed in several ways, and a curriculum needs an order"),
     )
     parts: dict[str, dict[str, JsonValue]] = Field(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -71,14 +70,9 @@ class Curriculum(TaskWrapper):
             keys = self._task.row_keys()
             lines = {keys.get(str(int(name))) or f"row {int(name)}": frac for name, frac in lines.items()}
         if unmatched := [name for name in lines if name not in by_id]:
-            near = {name: get_close_matches(name, by_id, n=1) for name in unmatched[:_MAX_SHOWN]}
-            shown = [f"{name} (nearest: {found[0]})" if found else name for name, found in near.items()]
-            raise _refuse(
-                path,
-                f"names {len(unmatched)} ids of {len(lines)} that are no training examples of the task:"
-                f" {', '.join(shown)}",
-                "make it anew with this task's settings and data",
-            )
+            fault = f"names {len(unmatched)} ids of {len(lines)} that are no training examples of the task:"
+            shown = ", ".join(unmatched[:_MAX_SHOWN])
+            raise _refuse(path, f"{fault} {shown}", "make it anew with this task's settings and data")
         if (low, high) != (0.0, 1.0) and (unknown := [name for name, frac in lines.items() if frac is None]):
             raise _refuse(
                 path,

@@ -1,4 +1,4 @@
-"""Several tasks trained as one: by weights, by their sizes, or one after the other.
+"""Several tasks trained as one: by weights, or one after the other.
 
 Every example belongs to one part and is posed, limited and judged by it. The order of an epoch is a
 function of seed and epoch alone, so a resumed run goes on with the examples it would have had.
@@ -96,21 +96,19 @@ class Mixture(TasksInOne):
         """Return the positions of an epoch, each example `repeat` times.
 
         'weighted' draws a part with probability proportional to its weight until all are used up;
-        'proportional' does so with weights that are the parts' sizes; 'sequential' goes through one part
-        after the other.
+        'sequential' goes through one part after the other.
         """
         orders, num_before = [], 0
         for label in self._parts:
             orders.append(num_before + self._part_order(label, seed, epoch))
             num_before += len(self._train[label])
         order = np.concatenate(orders)
-        if self._mode != "sequential":
-            sizes = [len(one) for one in orders]
-            weights = [part.weight for part in self._parts.values()]
-            given = np.array(sizes if self._mode == "proportional" else weights, dtype=float)
+        if self._mode == "weighted":
+            weights = np.array([part.weight for part in self._parts.values()])
             random = np.random.Generator(np.random.Philox(key=[seed, 2**32 + epoch]))
+            drawn = _draw([len(one) for one in orders], weights, random)
             # The examples of each part stay in their order.
-            order[np.argsort(_draw(sizes, given, random), kind="stable")] = order.copy()
+            order[np.argsort(drawn, kind="stable")] = order.copy()
         positions: list[int] = order.tolist()
         return positions
 

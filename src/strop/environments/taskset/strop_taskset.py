@@ -31,7 +31,7 @@ from strop.tasks.failures import catch_failure
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import posed
 from strop.tasks.tool_calls import Spoken
-from strop.tasks.user.posing import OPENING_SEED
+from strop.tasks.user.own_task import OPENING_SEED
 
 
 @cache

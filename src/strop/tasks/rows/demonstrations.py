@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strop.errors import DataError
 from strop.rollout import Message
-from strop.tasks.answers import show_answer
 from strop.tasks.rows.layout import Row, bad_row
 
 SPEAKER = "assistant"
@@ -37,12 +35,10 @@ class _Columns(BaseModel):
     """The prompt, one of the two."""
     completion: _Text | None = None
     """The reply; may be absent if messages end in one."""
-    prompt_id: _Text | None = None
-    """Name of the prompt; default: a hash of it."""
     problem: _Text | None = None
     """The problem behind the prompt; never one that the run evaluates on."""
     gold: _Text | bool | int | float | None = None
-    """The right answer to it; only the task sft-jsonl reads it."""
+    """The right answer to it, for a task of these rows."""
     source: _Text | None = None
     """Origin of the row; sft.subset selects by it."""
     weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
@@ -58,8 +54,8 @@ class SftRow:
     messages: tuple[Message, ...]
     """The last one is a reply."""
     prompt_id: str
+    """Hash of the prompt."""
     problem: str | None
-    gold: str | None
     source: str | None
     weight: float
     train_on: str
@@ -80,21 +76,17 @@ def read_sft_row(row: Row, train_on: str = SPEAKER) -> SftRow:
         raise malformed(row, f"has {key}={fault['input']!r:.80}", allowed) from error
     if (columns.prompt is None) == (columns.messages is None):
         raise malformed(row, "has both prompt and messages, or neither", "one of the two")
-    messages = [Message(role=said.role, content=said.content) for said in columns.messages or ()]
-    messages = messages or [Message(role="user", content=columns.prompt or "")]
-    if columns.completion is not None:
-        messages.append(Message(role=SPEAKER, content=columns.completion))
-    roles = [message.role for message in messages]
+    said = [(one.role, one.content) for one in columns.messages or ()] or [("user", columns.prompt or "")]
+    said += [] if columns.completion is None else [(SPEAKER, columns.completion)]
+    roles = [role for role, _ in said]
     pairs = itertools.pairwise(roles)
     if roles[-1] != SPEAKER or roles[0] == SPEAKER or any(one == other == SPEAKER for one, other in pairs):
         allowed = "a question first, a reply of the assistant last, and something between two replies"
         raise malformed(row, f"has roles {roles}", allowed)
-    prompt = json.dumps([(message.role, message.text) for message in messages[:-1]])
     return SftRow(
-        messages=tuple(messages),
-        prompt_id=columns.prompt_id or hashlib.sha256(prompt.encode()).hexdigest()[:16],
+        messages=tuple(Message(role=role, content=content) for role, content in said),
+        prompt_id=hashlib.sha256(json.dumps(said[:-1]).encode()).hexdigest()[:16],
         problem=columns.problem,
-        gold=None if columns.gold is None else show_answer(columns.gold),
         source=columns.source,
         weight=columns.weight,
         train_on=columns.train_on or train_on,
@@ -109,19 +101,6 @@ def _without_none(value: Any) -> Any:
     if not hasattr(value, "items"):
         return value
     return {key: _without_none(item) for key, item in value.items() if item is not None}
-
-
-def refuse_double_names(rows: Sequence[SftRow]) -> None:
-    """Refuse one prompt_id for two prompts. Raises: DataError naming both rows."""
-    first_by_id: dict[str, SftRow] = {}
-    for row in rows:
-        first = first_by_id.setdefault(row.prompt_id, row)
-        if first.messages[:-1] != row.messages[:-1]:
-            raise DataError(
-                f"prompt_id={row.prompt_id!r} names different prompts in {first.place} and {row.place}",
-                allowed="one prompt for a prompt_id; several replies to it are fine",
-                next_step="give each prompt its own prompt_id, or leave the key out",
-            )
 
 
 def malformed(row: Row | SftRow, fault: str, allowed: str) -> DataError:

@@ -126,8 +126,6 @@ class RowForm(BaseModel):
     source: str | None = None
     """The hub id of a published data set."""
     layout: DataLayout
-    drops_shared: bool = False
-    """See `RowReading`."""
     fields: Mapping[str, str]
     """Columns that hold texts, by the names of the examples' fields; the first is the question. Empty: all
     columns are fields, and the question is the prompt."""
@@ -139,11 +137,11 @@ class RowForm(BaseModel):
     """Column of the right answer."""
     answer_in: Literal["all", "behind ####", "the last box"] = "all"
     """Where in the column it stands."""
-    reward: Literal["number", "marked-number", "math", "integer", "letter"] | None
+    reward: Literal["number", "marked-number", "math", "integer", "letter"] | None = None
     """How it is compared, by `graders`, if the run names no rewards."""
     prompt: str
     """What is asked in a chat: a column of texts or of messages, or a template of fields."""
-    base_prompt: str | None
+    base_prompt: str | None = None
     """What is asked in plain text, if not that."""
     base_stop: tuple[str, ...] = ()
     gold: tuple[str, ...]
@@ -176,13 +174,9 @@ class JudgedRows(RowTask):
         is_plain = list(self._weights.values()) == [spec.max_reward] == [1.0]
         self._only = rewards[0] if is_plain and rewards[0] in self._graders else None
         """The grader that decides alone."""
-        self._first = next(iter(self._graders), None)
-        """The grader that has read the answer."""
         self._is_symbolic = level == "symbolic" and "math" in self._weights
         limit_s = sandbox_s + spec.judge_limit_s * bool(self._functions)
         limit_s += _SYMBOLIC_LIMIT_S * self._is_symbolic
-        digests = {name: f"{one.ref} {one.digest}" for name, one in self._functions.items()}
-        named = [digests.get(name, name) for name in rewards]
         self._needed = {
             name: f"{function.where} takes it"
             for function in self._functions.values()
@@ -190,18 +184,17 @@ class JudgedRows(RowTask):
             if name not in RESERVED
         }
         """Who needs a field of the examples, by its name."""
-        layout = form.layout
-        if not layout.train and source != form.source:
-            # Another data set for evaluation has other files.
-            layout = replace(layout, is_unknown=True)
+        code = {name: f"{one.ref} {one.digest}" for name, one in self._functions.items()}
+        identity = [code.get(name, name) for name in rewards] + ([self._model.digest] if self._model else [])
+        # Another data set for evaluation has other files.
+        is_other = not form.layout.train and source != form.source
         super().__init__(
             spec,
             RowReading(
-                layout=layout,
+                layout=replace(form.layout, is_unknown=form.layout.is_unknown or is_other),
                 to_example=self._to_example,
                 question=self._question,
                 one_answer=form.source is None,
-                drops_shared=form.drops_shared,
             ),
             TaskLimits(
                 max_reply_tokens=form.max_reply_tokens,
@@ -214,7 +207,7 @@ class JudgedRows(RowTask):
             source=source,
             prompt=form.prompt,
             base_prompt=form.base_prompt or "",
-            verifier=" ".join([_VERIFIER, *named, *([self._model.digest] if self._model else [])]),
+            verifier=" ".join([_VERIFIER, *identity]),
         )
 
     def warm_up(self) -> None:
@@ -253,8 +246,7 @@ class JudgedRows(RowTask):
         if isinstance(read, str):
             return read
         fields, answer = read
-        missing = [f"{name!r} ({who})" for name, who in self._needed.items() if name not in fields]
-        if missing:
+        if missing := [f"{name!r} ({who})" for name, who in self._needed.items() if name not in fields]:
             columns = ", ".join(row.values) or "none"
             raise bad_row(f"{row.place} has no column {' and '.join(missing)}", f"its columns: {columns}")
         if answer in (None, "") and self._readers:
@@ -270,11 +262,10 @@ class JudgedRows(RowTask):
         example = make_example(self.name, fields, gold)
         asked = self._ask(example)
         if not _is_prompt(asked):
-            raise bad_row(
-                f"{row.place} asks {asked!r:.80}",
-                "a text that is not empty, or messages with role"
-                f" ({', '.join(_ROLES)}) and content, the last one the user's",
+            allowed = (
+                f"a text, or messages with role ({', '.join(_ROLES)}) and content, the last one the user's"
             )
+            raise bad_row(f"{row.place} asks {asked!r:.80}", allowed)
         if self._model is not None:
             self._model.require_values(self._shown(example), row.place)
         return example
@@ -282,9 +273,13 @@ class JudgedRows(RowTask):
     def _ask(self, example: Example) -> Any:
         """Return the prompt: a text, or the messages of a chat."""
         fields = self.prompt_fields(example)
-        if not self._names:
-            return fields[self._form.prompt]
-        return fill(self._form.prompt, {name: show_answer(fields[name]) for name in self._names})
+        if self._names:
+            return fill(self._form.prompt, {name: show_answer(fields[name]) for name in self._names})
+        match asked := fields[self._form.prompt]:
+            case [*before, {"role": "assistant"}]:
+                # Rows of demonstrations hold the reply too.
+                return before
+        return asked
 
     def _question(self, example: Example) -> str:
         """Return what a reply may repeat, and what makes an example another one."""
@@ -320,20 +315,17 @@ class JudgedRows(RowTask):
 
     async def verify_member(self, example: Example, text: str) -> Outcome:
         """Add up the rewards that judge each reply alone. Raises: as `verify`."""
-        parts: Parts = {}
         outcome = Outcome(parts={})
-        for name, weight in self._weights.items():
+        for name in self._weights:
             function = self._functions.get(name)
-            if name == JUDGE or (function is not None and function.takes_group):
-                continue
-            if function is not None:
-                scores = await function.score({**self._values_of(example), "reply": text})
-            else:
+            if function is None and name != JUDGE:
                 judged = await self._judge(name, example, text)
-                outcome = outcome if outcome.format_ok is not None else judged
-                scores = {name: judged.parts["correct"]}
-            parts |= _weigh(scores, weight)
-        return replace(outcome, parts=parts)
+                kept = outcome if outcome.format_ok is not None else judged
+                outcome = self._add(replace(kept, parts=outcome.parts), name, {name: judged.parts["correct"]})
+            elif function is not None and not function.takes_group:
+                scores = await function.score({**self._values_of(example), "reply": text})
+                outcome = self._add(outcome, name, scores)
+        return outcome
 
     async def verify_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
@@ -341,16 +333,9 @@ class JudgedRows(RowTask):
         """Add the rewards of TRL's form, each of which gets all replies. Raises: as `verify`."""
         judged = list(outcomes)
         for name, function in self._functions.items():
-            if not function.takes_group:
-                continue
-            found = await function.score_group(self._values_of(example), texts)
-            for place, scores in enumerate(found):
-                one = judged[place]
-                if isinstance(scores, Failure):
-                    judged[place] = replace(one, failure=one.failure or scores)
-                else:
-                    parts = {**one.parts, **_weigh(scores, self._weights[name])}
-                    judged[place] = replace(one, parts=parts)
+            if function.takes_group:
+                found = await function.score_group(self._values_of(example), texts)
+                judged = [self._add(one, name, scores) for one, scores in zip(judged, found, strict=True)]
         return judged if self._model is not None else self._settle(judged)
 
     async def verify_here(self, example: Example, text: str, outcome: Outcome) -> Outcome:
@@ -359,6 +344,14 @@ class JudgedRows(RowTask):
             return outcome
         graded = await self._model.grade(self._shown(example), text, outcome, self._weights[JUDGE])
         return self._settle([graded])[0]
+
+    def _add(self, outcome: Outcome, name: str, scores: Parts | Failure) -> Outcome:
+        """Return an outcome with the weighted scores of a reward, or with its failure."""
+        if isinstance(scores, Failure):
+            return replace(outcome, failure=outcome.failure or scores)
+        weight = self._weights[name]
+        weighted = {key: None if value is None else weight * value for key, value in scores.items()}
+        return replace(outcome, parts={**outcome.parts, **weighted})
 
     def _settle(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Say which replies are correct, all rewards added up."""
@@ -377,7 +370,8 @@ class JudgedRows(RowTask):
     async def _judge(self, name: str, example: Example, text: str) -> Outcome:
         """Judge by a built-in reward that finds an answer. Raises: as `verify`."""
         grader = self._graders[name]
-        if name != self._first:
+        if name != next(iter(self._graders)):
+            # The first has read the answer.
             example = replace(example, answer=grader.require_gold(self._answer_of(example)))
         return grader.judge(example, text, self._question(example))
 
@@ -391,7 +385,3 @@ def _is_prompt(asked: Any) -> bool:
         for one in asked
     )
     return all(sound) and asked[-1]["role"] == "user"
-
-
-def _weigh(scores: Parts, weight: float) -> Parts:
-    return {key: None if value is None else weight * value for key, value in scores.items()}

@@ -8,7 +8,7 @@ datasets library's `save_to_disk` counts as one file, or as one per split.
 
 Files are Parquet, CSV and its kin, JSON and JSONL, packed by gzip or not. A missing value is None: null, NaN,
 a cell that is empty or says NaN. A column of whole numbers with holes, which pandas writes as 18.0, holds
-whole numbers. An encoding is never guessed: text is UTF-8, or says itself what it is.
+whole numbers. An encoding is never guessed: text is UTF-8, or says itself that it is UTF-16.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import csv
 import datetime as dt
 import gzip
 import io
+import itertools
 import json
-import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -74,12 +74,6 @@ class DataLayout:
         # The only split of a data set for evaluation is often called train.
         return {Split.HELD_OUT: (self.held_out, (*_STEMS[Split.HELD_OUT], *_STEMS[Split.TRAIN]))}
 
-    def saved_names(self, source: str, stems: Sequence[str]) -> tuple[str, ...]:
-        """Return the folders of a split in such a store, such as gsm8k_train."""
-        full = source.rpartition("/")[2]
-        short = self.saved_as or full.lower()
-        return tuple(dict.fromkeys(f"{name}_{stem}" for stem in stems for name in (short, full)))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -88,8 +82,6 @@ class Row:
     values: Mapping[str, Any]
     place: str
     """For messages: file and row number, from 1."""
-    index: int = 0
-    """Position in the files of its split, from 0; in all of the data if that has no splits."""
     split: Split = Split.TRAIN
     """That of its file."""
 
@@ -100,16 +92,15 @@ def bad_row(fault: str, allowed: str) -> DataError:
     return DataError(fault, allowed=allowed, next_step=next_step)
 
 
-def read_rows(path: Path, *, split: Split = Split.TRAIN, first_index: int = 0) -> list[Row]:
+def read_rows(path: Path, split: Split = Split.TRAIN) -> list[Row]:
     """Read all rows of one file, in order, or of a folder that the datasets library saved.
 
-    `first_index`: the index of the first row, after those of other files.
     Raises: DataError if it cannot be read.
     """
     tables = _mend_columns(_read_saved(path)) if path.is_dir() else _read_file(path)
+    places = (f"{path}, row {number}" for number in itertools.count(1))
     return [
-        Row(values=values, place=f"{path}, row {number + 1}", index=first_index + number, split=split)
-        for number, values in enumerate(tables)
+        Row(values=values, place=place, split=split) for values, place in zip(tables, places, strict=False)
     ]
 
 
@@ -145,28 +136,31 @@ def _find_here(source: str, layout: DataLayout) -> Files | Path:
 
 def _find_by_id(source: str, layout: DataLayout) -> Files | Path:
     """Return the files of a hub's data set, or its only one."""
-    saved = {split: layout.saved_names(source, stems) for split, (_, stems) in layout.splits.items()}
-    needed = next(iter(saved))
+    name, needed = source.rpartition("/")[2], next(iter(layout.splits))
+    shown = dict.fromkeys((layout.saved_as or name.lower(), name))
+    # Such as gsm8k_train.
+    saved = {
+        split: tuple(f"{one}_{stem}" for stem in stems for one in shown)
+        for split, (_, stems) in layout.splits.items()
+    }
+    found: dict[Split, Sequence[Path]] = {}
     try:
-        if not layout.is_unknown:
+        if layout.is_unknown:
+            folders = {split: fetch_saved_split(source, names) for split, names in saved.items()}
+            if folders[needed] is not None:
+                return {split: [path] for split, path in folders.items() if path is not None}
+            names = list_data_files(source)
+            data = [name for name in names if name.endswith(DATA_SUFFIXES)]
+            if len(data) == 1:
+                return fetch_data_file(source, data[0])
+        for split, (files, stems) in layout.splits.items():
+            if layout.is_unknown:
+                files = _choose(source, data, stems, is_needed=split is needed)
             # A saved folder has all files of a split.
-            return {
-                split: list(dict.fromkeys(fetch_data_file(source, file, saved[split]) for file in files))
-                for split, (files, _) in layout.splits.items()
-            }
-        folders = {split: fetch_saved_split(source, names) for split, names in saved.items()}
-        if folders[needed] is not None:
-            return {split: [path] for split, path in folders.items() if path is not None}
-        names = [name for name in list_data_files(source) if name.endswith(DATA_SUFFIXES)]
-        if len(names) == 1:
-            return fetch_data_file(source, names[0])
-        return {
-            split: [
-                fetch_data_file(source, name)
-                for name in _choose(source, names, stems, is_needed=split is needed)
+            paths = [
+                fetch_data_file(source, file, () if layout.is_unknown else saved[split]) for file in files
             ]
-            for split, (_, stems) in layout.splits.items()
-        }
+            found[split] = list(dict.fromkeys(paths))
     except (RemoteMissing, HubUnreachable) as error:
         raise DataError(
             f"task.source={source} is not to be had ({split_error(str(error))[0]})",
@@ -174,6 +168,7 @@ def _find_by_id(source: str, layout: DataLayout) -> Files | Path:
             next_step="copy the data set here and name its folder in task.source; or run `strop stage` where"
             " the hub can be reached",
         ) from error
+    return found
 
 
 def _choose(source: str, names: Sequence[str], stems: Sequence[str], *, is_needed: bool = True) -> list[str]:
@@ -215,34 +210,28 @@ def find_saved_split(folder: Path, stems: Sequence[str]) -> list[Path]:
 
 
 def _read_saved(path: Path) -> list[Table]:
-    """Return the rows of one split in order, with the columns that were chosen.
+    """Return the rows of one split in order.
 
     Raises: DataError if a file is missing or truncated, or a file of indices selects the rows.
     """
     import pyarrow as pa
 
-    try:
-        state = json.loads((path / _STATE).read_bytes())
-        files = [path / entry["filename"] for entry in state["_data_files"]]
-        is_choice = bool(state.get("_indices_data_files"))
-        columns = None if state.get("_output_all_columns") else state.get("_format_columns")
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise _refuse(path / _STATE, "truncated", f"{type(error).__name__}: {error}") from error
-    if is_choice:
-        cause = "its rows are a choice, in an order of its own: save it with `flatten_indices()`"
-        raise _refuse(path, "format", cause)
+    file = path / _STATE
     rows: list[Table] = []
-    for file in files:
-        try:
+    try:
+        state = json.loads(file.read_bytes())
+        if state.get("_indices_data_files"):
+            cause = "its rows are a choice, in an order of its own: save it with `flatten_indices()`"
+            raise _refuse(path, "format", cause)
+        for entry in state["_data_files"]:
+            file = path / entry["filename"]
             data = file.read_bytes()
             # A reader takes a stream that was cut between two batches for a complete one.
             if not data.endswith(ARROW_END):
                 raise OSError("it ends before its last row")
-            table = pa.ipc.open_stream(data).read_all()
-            table = table if columns is None else table.select(columns)
-        except (OSError, KeyError, pa.ArrowException) as error:
-            raise _refuse(file, "truncated", str(error)) from error
-        rows += map(_plain_row, table.to_pylist())
+            rows += _to_tables(pa.ipc.open_stream(data).read_all())
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as error:
+        raise _refuse(file, "truncated", f"{type(error).__name__}: {error}") from error
     return rows
 
 
@@ -250,25 +239,18 @@ def _read_saved(path: Path) -> list[Table]:
 
 Table = dict[str, Any]
 _PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
-_MARKS = (
-    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF8, "utf-8-sig")),
-    *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
-)
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _FOREIGN = re.compile(
     rb"\s*(?:version https://git-lfs|<!doctype html|<html)|[^\0]{0,64}[\x01-\x08\x0e-\x1f]", re.IGNORECASE
 )
 """Begins of files that are no rows: of pointers, pages, archives, workbooks, pickles."""
-_NUM_SHOWN = 24
 _BLANK = re.compile(r"[\s\ufeff]*")
-_BETWEEN = re.compile(r"[\s\ufeff]*(?:,[\s\ufeff]*|(?=\]))")
-"""What stands between two tables of a list, or before its end."""
 _LONE = re.compile(r"\\u[dD][89a-fA-F]")
 _DELIMITERS = ",;\t|"
 _HOLES = ("", "nan", "NaN", "<NA>")
 """Cells by which pandas and NumPy write that there is no value."""
 _INDEX = re.compile(r"|__index_level_\d+__|Unnamed: 0")
 """Names of a column that pandas adds, which only numbers the rows."""
-_MAX_WHOLE = 2**53
 _ALLOWED = (
     "a folder of `save_to_disk`; Parquet; CSV; JSON, one table a line or one list of tables; packed by gzip"
     " or not, in UTF-8, or in UTF-16 with its byte order mark"
@@ -302,7 +284,7 @@ def _read_file(path: Path) -> list[Table]:
     name = path.name.lower().removesuffix(".gz")
     text = _decode(path, data, can_be_text=not name.endswith(".parquet"))
     if not name.endswith((".csv", ".tsv")):
-        return _mend_columns(list(_read_json(path, text)))
+        return _mend_columns(_read_json(path, text))
     rows = _read_csv(path, text, "\t" if name.endswith(".tsv") else _DELIMITERS)
     return _mend_columns(rows, lambda cell: cell[:-2] if re.fullmatch(r"-?\d+\.0", cell) else None)
 
@@ -314,34 +296,33 @@ def _read_parquet(path: Path, data: bytes) -> list[Table]:
     if not data.endswith(_PARQUET):
         raise _refuse(path, "truncated", "it ends before its last row")
     try:
-        # A list of times in nanoseconds that Python cannot hold is a ValueError.
-        return [_plain_row(row) for row in pq.read_table(pa.BufferReader(data)).to_pylist()]
-    except (OSError, ValueError, pa.ArrowException) as error:
+        return _to_tables(pq.read_table(pa.BufferReader(data)))
+    except (OSError, ValueError, TypeError, LookupError, pa.ArrowException) as error:
         raise _refuse(path, "format", str(error)) from error
 
 
-def _plain_row(row: Mapping[str, Any]) -> Table:
-    """Return a row of Arrow as JSON values, without the columns that number rows; bytes and NaN are None."""
-    return {name: _plain(value) for name, value in row.items() if not _INDEX.fullmatch(name)}
+def _to_tables(table: Any) -> list[Table]:
+    """Return the rows of an Arrow table as JSON values, without the columns that number rows."""
+    kept = table.select([name for name in table.column_names if not _INDEX.fullmatch(name)])
+    text = json.dumps(kept.to_pylist(maps_as_pydicts="strict"), default=_spell)
+    rows: list[Table] = json.loads(text, parse_constant=_read_constant)
+    return rows
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
-        value = dict(value)  # A map of Arrow.
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
+def _spell(value: Any) -> Any:
+    """Return a value of Arrow that JSON lacks; bytes and durations are None."""
     if isinstance(value, Decimal):
-        value = int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, dt.date | dt.time):
-        return value.isoformat()
-    is_json = isinstance(value, str | bool | int) or (isinstance(value, float) and not math.isnan(value))
-    return value if is_json else None
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value.isoformat() if isinstance(value, dt.date | dt.time) else None
+
+
+def _read_constant(name: str) -> float | None:
+    return None if name == "NaN" else float(name)
 
 
 def _to_whole(value: Any) -> int | None:
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < _MAX_WHOLE
+    # Above 2**53 not every whole number is a float.
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return int(value) if is_whole else None
 
 
@@ -360,100 +341,86 @@ def _mend_columns(rows: list[Table], to_whole: Callable[[Any], Any] = _to_whole)
 
 
 def _decode(path: Path, data: bytes, *, can_be_text: bool) -> str:
-    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
-    begin = f"the file begins with {data[:_NUM_SHOWN]!r}"
-    if data and (not can_be_text or (encoding == "utf-8" and _FOREIGN.match(data))):
+    encoding, begin = "utf-16" if data.startswith(_UTF16) else "utf-8-sig", f"the file begins {data[:24]!r}"
+    if data and (not can_be_text or (encoding != "utf-16" and _FOREIGN.match(data))):
         raise _refuse(path, "format", begin)
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        cause = f"byte 0x{data[error.start]:02x} is no {encoding.upper()[:6].rstrip('-')}; {begin}"
         is_cut = error.reason in ("unexpected end of data", "truncated data")
-        raise _refuse(path, "truncated" if is_cut else "encoding", cause, line) from error
+        kind, cause = "truncated" if is_cut else "encoding", f"byte 0x{data[error.start]:02x}; {begin}"
+        raise _refuse(path, kind, cause, line) from error
     if (place := text.find("\0")) >= 0:
-        line = text.count("\n", 0, place) + 1
-        raise _refuse(path, "encoding", f"a NUL, as UTF-16 without its mark has; {begin}", line)
+        cause = f"a NUL, as UTF-16 without its mark has; {begin}"
+        raise _refuse(path, "encoding", cause, text.count("\n", 0, place) + 1)
     return text
 
 
 def _read_csv(path: Path, text: str, delimiters: str) -> list[Table]:
-    """Read the rows by the first delimiter that divides the header, and all rows alike."""
+    """Read the rows, by the delimiter that divides the header most."""
     # No cell is longer; the module's own limit is that of 1997.
     csv.field_size_limit(max(len(text), 1))
-    is_marked = re.match(r"sep=.\r?\n", text) is not None  # Excel's own first line.
-    chosen = text[4] if is_marked else delimiters
-    chosen = "".join(one for one in chosen if len(next(_cells(text, one), [])) > 1) or chosen[0]
-    faults: list[DataError] = []
-    for delimiter in chosen:
-        try:
-            return list(_cut_rows(path, text, delimiter, num_skipped=int(is_marked)))
-        except DataError as fault:
-            faults.append(fault)
-    raise faults[0]
-
-
-def _cells(text: str, delimiter: str, *, strict: bool = False) -> Any:
-    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=strict)
-
-
-def _cut_rows(path: Path, text: str, delimiter: str, *, num_skipped: int) -> Iterator[Table]:
-    reader = _cells(text, delimiter, strict=True)
+    if named := re.match(r"sep=(.)(?=\r?\n)", text):  # Excel's own first line.
+        delimiters, text = named[1], text[named.end() :]
+    head = text.lstrip().partition("\n")[0]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(delimiters, key=head.count), strict=True)
     header: list[str] = []
+    rows: list[Table] = []
     line = 0
     try:
-        for number, cells in enumerate(reader):
-            if not header and number >= num_skipped:
+        for cells in reader:
+            if not header:
                 header = [name.strip() for name in cells]
                 names = [name for name in header if not _INDEX.fullmatch(name)]
                 if len(set(names)) < len(names):
                     raise _refuse(path, "duplicate", "a column's name stands twice", reader.line_num)
-            elif header and any(cells):
+            elif any(cells):
                 if len(cells) != len(header):
                     cause = f"{len(cells)} cells below a header of {len(header)}"
                     raise _refuse(path, "columns", cause, reader.line_num)
                 row = zip(header, cells, strict=True)
-                yield {k: None if v in _HOLES else v for k, v in row if not _INDEX.fullmatch(k)}
+                rows.append({k: None if v in _HOLES else v for k, v in row if not _INDEX.fullmatch(k)})
             line = reader.line_num
     except csv.Error as error:
         # Where the row begins: a quote that is not closed takes in the rest of the file.
         raise _refuse(path, "columns", f"its quotes: {error}", line + 1) from error
+    return rows
 
 
-def _read_json(path: Path, text: str) -> Iterator[Table]:
-    """Yield the tables of a text: one behind the other, or in one list."""
-    decode = json.JSONDecoder(
-        object_pairs_hook=_to_table, parse_constant=lambda name: None if name == "NaN" else float(name)
-    ).raw_decode
-    begin = re.match(r"[\s\ufeff]*(\[?)[\s\ufeff]*", text)
-    assert begin is not None
-    is_list, at = bool(begin[1]), begin.end()
+def _read_json(path: Path, text: str) -> list[Table]:
+    """Return the tables of a text: one behind the other, or in one list."""
+    decode = json.JSONDecoder(object_pairs_hook=_to_table, parse_constant=_read_constant).raw_decode
+    at = _skip_blank(text, 0)
+    closing = "]" if text.startswith("[", at) else "}"
+    rows: list[Table] = []
 
     def fault(kind: str, cause: str, place: int) -> DataError:
-        is_last = "\n" not in text[place:].rstrip() and not text.rstrip().endswith("]" if is_list else "}")
-        line = text.count("\n", 0, place) + 1
-        return _refuse(path, "truncated" if is_last and kind == "json" else kind, cause, line)
+        is_cut = kind == "json" and "\n" not in text[place:].rstrip() and not text.rstrip().endswith(closing)
+        return _refuse(path, "truncated" if is_cut else kind, cause, text.count("\n", 0, place) + 1)
 
-    while at < len(text) and not (is_list and text[at] == "]"):
+    while at < len(text):
         try:
             value, end = decode(text, at)
             if _LONE.search(text, at, end):
                 json.dumps(value, ensure_ascii=False).encode()
-        except json.JSONDecodeError as error:
-            raise fault("json", error.msg, error.pos) from error
         except KeyError as error:
             raise fault("duplicate", f"the key {error} stands twice", at) from error
         except (ValueError, RecursionError) as error:
-            raise fault("json", str(error), at) from error
-        if not isinstance(value, dict):
-            raise fault("table", f"{type(value).__name__} instead of a table", at)
-        yield value
-        gap = (_BETWEEN if is_list else _BLANK).match(text, end)
-        if gap is None:
-            raise fault("json", "no , and no ] behind a table", end)
-        at = gap.end()
-    if is_list and text[at:].strip() != "]":
-        raise fault("json", "the list does not end the text", at)
+            raise fault("json", str(error), getattr(error, "pos", at)) from error
+        tables = value if isinstance(value, list) and not rows else [value]
+        if others := [type(table).__name__ for table in tables if not isinstance(table, dict)]:
+            raise fault("table", f"{others[0]} instead of a table", at)
+        rows += tables
+        at = _skip_blank(text, end)
+    return rows
+
+
+def _skip_blank(text: str, at: int) -> int:
+    """Return the place of what follows white space, and marks of files that were joined."""
+    blank = _BLANK.match(text, at)
+    assert blank is not None
+    return blank.end()
 
 
 def _to_table(pairs: list[tuple[str, Any]]) -> Table:

@@ -38,9 +38,6 @@ class RowReading:
     questions with one `normal_text` are in the same split."""
     one_answer: bool = False
     """Whether a question that is repeated with another answer is refused."""
-    drops_shared: bool = False
-    """Whether a training question that is also held out, compared by `normal_text`, is left out and counted
-    instead of refused: for published data with overlapping splits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,21 +67,19 @@ def read_examples(
 ) -> SplitExamples:
     """Read the examples of both splits, each question once; the numbers limit them, None: all.
 
-    Data without splits is split by the content of its questions, independent of their order.
-    Raises: DataError if a file is missing, empty or malformed, a split has no example, or a question is in
-        both.
+    Data without splits is split by the content of its questions, independent of their order. A training
+    question that is also held out, compared by `normal_text`, is left out and counted.
+    Raises: DataError if a file is missing, empty or malformed, or a split has no example.
     """
     files = find_files(source, reading.layout)
     found: dict[Split, dict[str, tuple[Example, str]]] = {split: {} for split in Split}
+    rows = {
+        split: [row for path in paths for row in read_rows(path, split)] for split, paths in files.items()
+    }
     left_out: Counter[str] = Counter()
     asked: dict[str, str] = {}
-    num_rows: dict[Split, int] = {}
-    for split, paths in files.items():
-        rows: list[Row] = []
-        for path in paths:
-            rows += read_rows(path, split=split, first_index=len(rows))
-        num_rows[split] = len(rows)
-        for row in rows:
+    for split in Split:
+        for number, row in enumerate(rows[split]):
             example = reading.to_example(row)
             if isinstance(example, str):
                 left_out[example] += 1
@@ -97,33 +92,25 @@ def read_examples(
                     allowed=f"the answer of that row, {first.answer!r:.60}",
                 )
             if split is Split.TRAIN:
-                asked[str(row.index)] = question
+                asked[str(number)] = question
     train, held_out = ({text: one for text, (one, _) in each.items()} for each in found.values())
     if not files[Split.HELD_OUT]:
         train, held_out = _split_by_content(train, num_held_out)
-    if reading.drops_shared:
-        texts = set(map(normal_text, held_out))
-        kept = {text: one for text, one in train.items() if normal_text(text) not in texts}
-        left_out.update({"held out too": len(train) - len(kept)} if len(kept) < len(train) else {})
-        train = kept
-    train, held_out = dict([*train.items()][:num_train]), dict([*held_out.items()][:num_held_out])
+    texts = set(map(normal_text, held_out))
+    kept = {text: one for text, one in train.items() if normal_text(text) not in texts}
+    if len(kept) < len(train):
+        left_out["held out too"] = len(train) - len(kept)
+    train, held_out = dict([*kept.items()][:num_train]), dict([*held_out.items()][:num_held_out])
     if not held_out or (reading.layout.train and not train):
         left = ", ".join(f"{number} {why}" for why, number in left_out.items())
-        is_cut = any(files[split] and not num_rows[split] for split in Split)
+        is_cut = any(files[split] and not rows[split] for split in Split)
         raise DataError(
-            f"task.source={source} has {sum(num_rows.values())} rows, {len(train)} training and"
+            f"task.source={source} has {sum(map(len, rows.values()))} rows, {len(train)} training and"
             f" {len(held_out)} held-out examples; rows left out: {left or 'none'}",
             allowed="at least one example in each split, of different questions",
             next_step="fetch or write the file again; an interrupted download looks like this"
             if is_cut
             else "add rows, or the answers that are missing, or lower task.num_held_out",
-        )
-    if shared := sorted(train.keys() & held_out.keys()):
-        raise DataError(
-            f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions too, for"
-            f" example {shared[0]!r:.80}",
-            allowed="no question in both splits: its score would measure memory",
-            next_step="remove these rows from one of the two files",
         )
     return SplitExamples(
         train=tuple(train.values()),

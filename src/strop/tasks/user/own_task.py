@@ -1,33 +1,38 @@
 """A task class of the user, wrapped as a task.
 
-A separate process (`posing`) instantiates the class and collects its examples; the workers that judge
-replies load it to verify. The training process holds only data. The version is a hash of sources, settings
-and examples.
+A separate process, `python -m strop.tasks.user.own_task FD`, makes an object of the class and collects its
+examples with their prompts, as JSON; the workers that judge replies load the class to verify. The training
+process holds only data. The version is a hash of sources, settings and examples.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from pydantic import TypeAdapter
 from typing_extensions import override
 
-from strop.errors import DataError
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import UserCodeSection, UserTaskSpec
 from strop.tasks.prompt import pose
 from strop.tasks.rows.row_task import SplitExamples
-from strop.tasks.task import Task, TaskLimits
-from strop.tasks.user import posing
+from strop.tasks.task import TURN, Task, TaskLimits
 from strop.tasks.user.rewards import as_outcome, call_foreign
 from strop.tasks.version import fit_limits, hash_version
-from strop.user_code import hash_sources, load_code, run_apart
+from strop.user_code import CodeRef, blaming, hash_sources, load_code, run_apart
+from strop.user_code.probe import answer_order, settings_class
 
 POSE_LIMIT_S = 600.0
 """Wall time (seconds) in which the class must make its examples and render their prompts."""
+OPENING_SEED = 0
+"""Seed of the openings that a plan and the gate measure; rollouts have other seeds."""
 _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "own-2"
 
@@ -49,7 +54,7 @@ class OwnTask(Task):
     None, or a table of them.
     """
 
-    poser = posing.__name__
+    poser = "strop.tasks.user.own_task"
     """The module whose process collects the examples of the class."""
 
     def __init__(self, spec: UserCodeSection) -> None:
@@ -93,7 +98,7 @@ class OwnTask(Task):
 
     @override
     def problem_of(self, example: Example) -> str | None:
-        problem: str | None = self._rows.get(example.example_id, {}).get("problem")
+        problem = self._rows.get(example.example_id, {}).get("problem")
         return None if problem is None else f"{self.name} {problem}"
 
     @override
@@ -117,7 +122,7 @@ class OwnTask(Task):
 
     def make_own(self) -> Any:
         """Load the class into this process and instantiate it."""
-        return posing.make_task(load_code(self._spec.ref, self._digest), self._inspected.values)
+        return make_task(load_code(self._spec.ref, self._digest), self._inspected.values)
 
     @cached_property
     def _own(self) -> Any:
@@ -125,37 +130,28 @@ class OwnTask(Task):
 
     @cached_property
     def _posed(self) -> dict[str, Any]:
-        """The class's limits and examples with prompts, as JSON values."""
+        """What `collect` says of the class."""
         return run_apart(
             self.poser,
             self._spec.ref,
-            {"values": dict(self._inspected.values)},
+            {"values": dict(self._inspected.values), "name": self.name},
             limit_s=POSE_LIMIT_S,
             doing="asked for its examples",
             digest=self._digest,
         )
 
     @cached_property
-    def _made(self) -> Mapping[Split, Mapping[str, tuple[Example, Mapping[str, Any]]]]:
-        """The distinct examples of each split by id, with what the class said of each."""
-        made: dict[Split, dict[str, tuple[Example, Mapping[str, Any]]]] = {split: {} for split in Split}
-        for split in Split:
-            for row in self._posed["splits"][split.value]:
-                example = make_example(self.name, row["fields"], row["answer"])
-                made[split][example.example_id] = example, row
-        return made
-
-    @cached_property
     def _rows(self) -> Mapping[str, Mapping[str, Any]]:
-        """Messages, gold replies and problem of each example, by id."""
-        return {id_: row for made in self._made.values() for id_, (_, row) in made.items()}
+        """What the class says of each example, by id."""
+        return {id_: row for rows in self._posed["splits"].values() for id_, row in rows.items()}
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        numbers = (self._spec.num_train, self._spec.num_held_out)
         train, held_out = (
-            tuple(example for example, _ in made.values())[:number]
-            for made, number in zip(self._made.values(), numbers, strict=True)
+            [make_example(self.name, row["fields"], row["answer"]) for row in [*rows.values()][:number]]
+            for rows, number in zip(
+                self._posed["splits"].values(), (self._spec.num_train, self._spec.num_held_out), strict=True
+            )
         )
         if shared := {one.example_id for one in train} & {one.example_id for one in held_out}:
             raise DataError(
@@ -163,4 +159,106 @@ class OwnTask(Task):
                 allowed="no example in both splits: its score would measure memory",
                 next_step="make examples(split) return others for each split",
             )
-        return SplitExamples(train=train, held_out=held_out)
+        return SplitExamples(train=tuple(train), held_out=tuple(held_out))
+
+
+# In the process of its own.
+
+
+def make_task(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Instantiate the user's class with its settings."""
+    settings = settings_class(kind)
+    return kind() if settings is None else kind(TypeAdapter(settings).validate_python(dict(values)))
+
+
+def collect(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits of a class and, by split and id, its examples with prompts, as JSON values.
+
+    Raises: ConfigError naming file and line if the class fails.
+    """
+    ref = CodeRef(**order["ref"])
+    with blaming(ref, "be made with its settings"):
+        task = make_task(kind, order["values"])
+    limits, own_gold = getattr(task, "limits", None), getattr(task, "gold_replies", None)
+    if not isinstance(limits, TaskLimits | None):
+        raise _refuse(ref, f"has limits of type {type(limits).__name__}", "a TaskLimits of strop.tasks")
+    render = getattr(task, "render", None) or partial(_open, kind, order, ref)
+    gold, problem_of = own_gold or (lambda _: ()), getattr(task, "problem_of", None) or (lambda _: None)
+    splits: dict[str, dict[str, Any]] = {split.value: {} for split in Split}
+    for split, rows in splits.items():
+        with blaming(ref, f"give its examples of {split}"):
+            given = list(task.examples(Split(split)))
+        for value in given:
+            example = _read_example(value, ref, order["name"])
+            shown = f"{dict(example.fields)!r:.80}"
+            with blaming(ref, f"write the prompt of {shown}"):
+                prompt = render(example)
+            with blaming(ref, f"say a right reply to {shown}"):
+                replies = [one if isinstance(one, str) else TURN.join(one) for one in gold(example)]
+            with blaming(ref, f"name the problem of {shown}"):
+                problem = problem_of(example)
+            rows[example.example_id] = {
+                "fields": dict(example.fields),
+                "answer": example.answer,
+                "messages": _to_messages(prompt, ref),
+                "gold": replies,
+                "problem": None if problem is None else str(problem),
+            }
+        if not rows:
+            raise _refuse(ref, f"has no examples of {split}", "at least one in each split")
+    told = {} if limits is None else dataclasses.asdict(limits)
+    return {"limits": told, "knows_gold": own_gold is not None, "splits": splits}
+
+
+def _open(kind: Any, order: Mapping[str, Any], ref: CodeRef, example: Example) -> Any:
+    """Return an environment's opening of an example. Raises: ConfigError if it varies with equal seeds."""
+    worlds = [make_task(kind, order["values"]) for _ in range(2)]
+    first, second = [asyncio.run(call_foreign(opening_of(one), example, OPENING_SEED)) for one in worlds]
+    if first != second:
+        raise _refuse(
+            ref,
+            f"opens {dict(example.fields)!r:.80} for the same seed with {first!r:.80}, then {second!r:.80}",
+            "a reset that draws from its seed alone",
+        )
+    return first
+
+
+def opening_of(world: Any) -> Callable[[Example, int], Any]:
+    """Return the method that opens an attempt: `opening`, which has no other effect, else `reset`."""
+    method: Callable[[Example, int], Any] = getattr(world, "opening", world.reset)
+    return method
+
+
+def _read_example(value: Any, ref: CodeRef, name: str) -> Example:
+    """Return an example of a class: a table of fields, or an `Example`. Raises: ConfigError for others."""
+    if isinstance(value, Mapping):
+        fields, answer = {key: one for key, one in value.items() if key != "answer"}, value.get("answer")
+    elif isinstance(value, Example):
+        fields, answer = dict(value.fields), value.answer
+    else:
+        raise _refuse(ref, f"gives an example {value!r:.80}", "tables of fields, perhaps with an answer")
+    with blaming(ref, f"give the example {value!r:.80}"):
+        return make_example(name, fields, None if answer is None else str(answer))
+
+
+def _to_messages(prompt: Any, ref: CodeRef) -> list[dict[str, Any]]:
+    """Return a prompt's messages as JSON. Raises: ConfigError for what is none."""
+    if isinstance(prompt, str | Message):
+        prompt = [Message(role="user", content=prompt) if isinstance(prompt, str) else prompt]
+    try:
+        messages = [one if isinstance(one, Message) else Message.from_json(one) for one in prompt or ()]
+    except (DataError, TypeError) as error:
+        messages, prompt = [], f"{prompt!r:.80} ({error})"
+    if not messages or not all(message.role and (message.text or message.tool_calls) for message in messages):
+        raise _refuse(ref, f"asks {prompt!s:.400}", "a text, or messages with role and content")
+    return [message.to_json() for message in messages]
+
+
+def _refuse(ref: CodeRef, fault: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"{ref} {fault}", allowed=allowed, next_step=f"correct {ref.path if ref.is_file else ref}"
+    )
+
+
+if __name__ == "__main__":
+    answer_order(int(sys.argv[1]), collect)

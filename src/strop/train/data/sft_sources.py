@@ -16,7 +16,7 @@ from strop.record.files import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.offline import SftSpec
 from strop.tasks.prompt import end_id_of, render_prompt
-from strop.tasks.rows.demonstrations import SPEAKER, SftRow, malformed, read_sft_row, refuse_double_names
+from strop.tasks.rows.demonstrations import SPEAKER, SftRow, malformed, read_sft_row
 from strop.tasks.rows.layout import read_rows
 from strop.tasks.task import list_names
 from strop.tokenizer import Tokenizer
@@ -43,7 +43,6 @@ def read_file_demonstrations(spec: SftSpec, path: Path, framing: Framing) -> Dem
     """
     assert spec.source is not None
     rows = [read_sft_row(row, spec.train_on) for row in read_rows(path)]
-    refuse_double_names(rows)
     chosen = [row for row in rows if spec.subset in (None, row.source)]
     require_some(spec.source, rows, "it has no row")
     names = Counter("none" if row.source is None else repr(row.source) for row in rows)
