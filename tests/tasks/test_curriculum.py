@@ -13,8 +13,8 @@ from strop.rollout import Split
 from strop.spec import load_spec
 from strop.spec.task import TaskSection
 from strop.tasks import build_task
-from strop.tasks.curriculum import Curriculum
 from strop.tasks.generated import ArithmeticSpec
+from strop.tasks.mixture import Curriculum
 from strop.tasks.task import describe_counts
 from strop.train.batch import ExampleSchedule
 from tests.fixtures.judging import verdict

@@ -40,7 +40,7 @@ def build_task(spec: TaskSection) -> Task:
         task = import_module(_AGENTS).AgentTask(task, spec)
     if spec.order_file is None:
         return task
-    from strop.tasks.curriculum import Curriculum
+    from strop.tasks.mixture import Curriculum
 
     return Curriculum(task, spec)
 
