@@ -11,8 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.rows.demonstrations import read_sft_row
-from strop.tasks.rows.layout import read_rows
+from strop.tasks.rows.layout import read_rows, read_sft_row
 from strop.tasks.user.rows import RowsSpec
 from tests.fixtures.demonstrations import make_framing, read
 from tests.fixtures.judging import run_self_test, verdict

@@ -16,8 +16,7 @@ from strop.record.files import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.offline import SftSpec
 from strop.tasks.prompt import end_id_of, render_prompt
-from strop.tasks.rows.demonstrations import SPEAKER, SftRow, malformed, read_sft_row
-from strop.tasks.rows.layout import read_rows
+from strop.tasks.rows.layout import SPEAKER, SftRow, malformed, read_rows, read_sft_row
 from strop.tasks.task import list_names
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import (
@@ -29,7 +28,7 @@ from strop.train.data.offline import (
     require_some,
 )
 
-# From a data file (`tasks.rows.demonstrations` defines its rows). Conversations are extended turn by turn as
+# From a data file (`tasks.rows.layout` defines its rows). Conversations are extended turn by turn as
 # rollouts are: replies keep their ids, and where the chat template rewrites earlier turns, a demonstration
 # ends. Every reply is followed by the terminator exactly once, whether or not the row has it.
 
