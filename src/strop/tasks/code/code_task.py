@@ -19,11 +19,12 @@ from strop.spec.base import Unhashed, expert
 from strop.spec.task import CodeTaskSection, EvaluationRows, TrainingRows
 from strop.tasks.code.extraction import (
     WALL_S,
+    Import,
     fence,
-    import_lines,
     judge_reply,
     parse,
     scope_of,
+    statements_of,
     used_names,
 )
 from strop.tasks.code.judge import JudgeJob
@@ -136,7 +137,7 @@ def _to_mbpp(row: Row) -> Example:
     text, answer = require_texts(row, "text", "code")
     shown, hidden = _texts(row, "test_list"), _texts(row, "challenge_test_list")
     setup, code = (one.replace("\r\n", "\n") for one in (optional_text(row, "test_setup_code"), answer))
-    defined = scope_of(code).binds - scope_of(import_lines(code)).binds
+    defined = scope_of(code).binds - scope_of(statements_of(code, Import)).binds
     in_tests = used_names("\n".join(shown))
     if defined.isdisjoint(in_tests):
         raise bad_row(
@@ -146,9 +147,9 @@ def _to_mbpp(row: Row) -> Example:
     used = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
     fields = {
         "text": text,
-        "head": import_lines(setup),
+        "head": statements_of(setup, Import),
         "names": [name for name in used if name in defined],
-        "setup": import_lines(code) + setup,
+        "setup": statements_of(code, Import) + setup,
         "tests": [*shown, *hidden],
         "num_tests": len(shown) + len(hidden),
         "num_shown": len(shown),

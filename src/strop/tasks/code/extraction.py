@@ -187,7 +187,7 @@ def _assemble(codes: Sequence[str], names: Sequence[str]) -> str | None:
             continue
         needed, corrections = _find_needed(blocks, main, names)
         # A statement that raises does no harm beside a tested name, and a whole program must not print twice.
-        texts = [blocks[one] if names else _definitions(blocks[one]) for one in needed]
+        texts = [blocks[one] if names else statements_of(blocks[one], _Binding) for one in needed]
         code = join_code(*texts, *(blocks[one] for one in (main, *corrections)))
         acting = [node for node in body if not isinstance(node, Definition) and has(node, ast.Call)]
         if not names and acting and _PRINTS.search(code):
@@ -221,22 +221,15 @@ def _find_needed(blocks: Mapping[int, str], main: int, names: Sequence[str]) -> 
     return sorted(found[1 + len(corrections) :]), corrections
 
 
-def _definitions(code: str) -> str:
-    """Return the statements of some code that define names."""
-    kinds = Definition | ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign
-    return "\n".join(ast.unparse(node) for node in ast.parse(code).body if isinstance(node, kinds))
-
-
 def join_code(*texts: str) -> str:
     """Return pieces of code as one; imports from `__future__` must stand in front."""
     lines = "\n\n".join(filter(None, texts)).split("\n")
     return "\n".join(sorted(lines, key=lambda line: not line.startswith("from __future__ ")))
 
 
-def import_lines(code: str) -> str:
-    """Return the import statements at the top level of some code, each a line; none if it is no Python."""
-    imports = [node for node in body_of(code) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return "".join(f"{ast.unparse(node)}\n" for node in imports)
+def statements_of(code: str, kinds: Any) -> str:
+    """Return the statements of some kinds at the top level of some code; none if it is no Python."""
+    return "".join(f"{ast.unparse(node)}\n" for node in body_of(code) if isinstance(node, kinds))
 
 
 def used_names(code: str) -> tuple[str, ...]:
@@ -264,7 +257,9 @@ def body_of(code: str) -> list[ast.stmt]:
     return tree.body if (tree := parse(code)) else []
 
 
+Import = ast.Import | ast.ImportFrom
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_Binding = Definition | Import | ast.Assign | ast.AnnAssign
 
 
 class Scope(NamedTuple):
@@ -311,7 +306,7 @@ def _rank(node: ast.stmt, name: str) -> int:
         is_cut = any(isinstance(one, ast.Constant) and one.value is ... for one in values)
         acts = any(does_something(inner) for inner in node.body if not isinstance(inner, ast.Pass))
         return _WHOLE if acts and not is_cut else 0
-    if isinstance(node, ast.Import | ast.ImportFrom):
+    if isinstance(node, Import):
         return 0
     if isinstance(value := getattr(node, "value", None), ast.Lambda):
         return _WHOLE

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from strop.tasks.code.extraction import Definition, has, import_lines, parse, scope_of, used_names
+from strop.tasks.code.extraction import Definition, Import, has, parse, scope_of, statements_of, used_names
 from strop.tasks.code.judge import JudgeJob
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
@@ -63,7 +63,7 @@ def read_tests(answer: Any) -> JudgeJob:
         raise ValueError(f"{len(texts)} tests, and none uses a name that a reply could define")
     for fault in _find_faults(tree, names):
         raise ValueError(f"the tests cannot be judged: {fault}")
-    return JudgeJob(source=import_lines(whole), names=names, tests=texts, num_tests=len(texts))
+    return JudgeJob(source=statements_of(whole, Import), names=names, tests=texts, num_tests=len(texts))
 
 
 def read_table(table: Any) -> JudgeJob:

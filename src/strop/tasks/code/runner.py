@@ -32,6 +32,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial, partialmethod
 from importlib import import_module
 from itertools import chain, zip_longest
@@ -60,7 +61,7 @@ Test = Callable[[], object]
 
 def main() -> None:
     """Judge one job."""
-    process = Process()
+    session = Session()
     # Close /proc/<pid>/fd and /proc/<pid>/mem of this process to other processes of this user.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # An interrupt from the candidate must end this process as a signal, not as an exception.
@@ -70,32 +71,14 @@ def main() -> None:
     out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  open as long as the process
     job = json.loads(sys.stdin.buffer.read())
     print(job["nonce"], "started", file=out, flush=True)
-    counts = Session(job, process).judge()
-    found = {"counts": counts} if process.fault is None else {"fault": process.fault}
+    counts = session.judge(job)
+    found = {"counts": counts} if session.fault is None else {"fault": session.fault}
     print(job["nonce"], json.dumps(found), file=out, flush=True)
     # The verdict is written; an orderly shutdown of the interpreter would take milliseconds.
     os._exit(0)
 
 
 # What both sides do.
-
-
-class Caught:
-    """Catches every exception of its block, `SystemExit` too; `error` is None if there was none.
-
-    A program may raise anything, and every exception is a value here: the reply to a call, the verdict of a
-    test. boundary: sandbox execution
-    """
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> Caught:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self.error = error
-        return True
 
 
 def _send(connection: Any, message: Any) -> None:
@@ -173,7 +156,7 @@ def serve(connection: Any) -> NoReturn:
     for standard in (0, 1, 2):
         os.dup2(empty, standard)
     os.close(empty)
-    with Caught(), open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # If memory runs out, the kernel kills this process and not the runner.
         file.write("1000")
     sys.path.append(PACKAGES_DIR)
@@ -185,12 +168,13 @@ def serve(connection: Any) -> NoReturn:
 
     while True:
         operation, target, *rest = _receive(connection)
-        reply: Any = None
-        with Caught() as caught:
+        try:
             arguments, keywords = (decode(part, objects.__getitem__) for part in rest)
             value = _OPERATIONS[operation](objects[target], *arguments, **keywords)
             reply = encode(("value", value), refer)
-        _send(connection, reply if caught.error is None else _describe_raised(caught.error))
+        except BaseException as error:
+            reply = _describe_raised(error)
+        _send(connection, reply)
 
 
 def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[str, Any]:
@@ -206,7 +190,7 @@ def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[s
     future = [one for one in body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
     for statement in body:
         code = compile(ast.Module([*future, statement], []), "<candidate>", "exec")
-        with Caught():
+        with suppress(BaseException):
             used = set(code.co_names)
             for name in code.co_names:
                 used |= set(getattr(namespace.get(name), "__code__", code).co_names)
@@ -231,7 +215,7 @@ def _describe_raised(error: BaseException) -> Any:
     """Return the name of a built-in class of exceptions, and arguments with which it reads as this one."""
     kind = next(one for one in type(error).__mro__ if one is vars(builtins).get(one.__name__))
     for is_text in (False, True):
-        with Caught():
+        with suppress(BaseException):
             arguments = (str(error)[:_MAX_ERROR_CHARS],) if is_text else error.args
             if str(kind(*arguments)) == str(error):
                 return encode(("raised", kind.__name__, arguments), _refuse)
@@ -263,7 +247,7 @@ def _run_program(source: str, stdin: str) -> tuple[int, str]:
     os.lseek(files[0], 0, os.SEEK_SET)
     pid = os.fork()
     if pid == 0:
-        with Caught():
+        with suppress(BaseException):
             _become_program(source, files)
         os._exit(1)
     _, status = os.waitpid(pid, 0)
@@ -284,11 +268,14 @@ def _become_program(source: str, files: Sequence[int]) -> NoReturn:
     sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
     sys.argv = ["solution.py"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
-    with Caught() as caught:
+    exit_code = 1
+    try:
         exec(compile(source, "<candidate>", "exec"), module.__dict__)
-    exit_code = int(caught.error is not None)
-    if isinstance(caught.error, SystemExit) and isinstance(caught.error.code, int | None):
-        exit_code = (caught.error.code or 0) & 0xFF
+        exit_code = 0
+    except SystemExit as end:
+        exit_code = (end.code or 0) & 0xFF if isinstance(end.code, int | None) else 1
+    except BaseException:
+        pass
     # Programs with a deep recursion often answer from a thread, or at exit.
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
@@ -307,36 +294,40 @@ class Ended(BaseException):
     """
 
 
-class Process:
-    """The candidate's process."""
+class Session:
+    """The candidate's process, and tests. After the test that ends or stops the process none passes."""
 
     def __init__(self) -> None:
         """Fork a process from this one, which must not know the job yet."""
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
-            with Caught():
+            with suppress(BaseException):
                 ours.close()
                 serve(theirs.makefile("rwb"))
             os._exit(1)
         theirs.close()
         self._socket, self._connection = ours, ours.makefile("rwb")
-        self.until = math.inf
+        self._until = math.inf
         """When the time of a test is up."""
-        self.end: Ended | None = None
+        self._end: Ended | None = None
         """What decides from then on, whatever a test catches."""
         self.fault: str | None = None
         """Why the tests cannot be judged: there is no verdict then."""
+        self._job: dict[str, Any] = {}
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        self._names = module.__dict__
+        """The namespace of the tests, with the candidate's objects."""
 
     def ask(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
         """Apply an operation to an object of the candidate, and return the result.
 
         Raises: Ended; the exception that the candidate raised.
         """
-        if self.end is not None:
-            raise self.end
+        if self._end is not None:
+            raise self._end
         error: Exception | None = None
         try:
-            self._socket.settimeout(max(self.until - time.monotonic(), 0.001))
+            self._socket.settimeout(max(self._until - time.monotonic(), 0.001))
             forms = [encode(part, self._refer) for part in (arguments, keywords)]
             _send(self._connection, [operation, target, *forms])
             kind, *found = decode(_receive(self._connection), partial(Remote, self))
@@ -346,8 +337,8 @@ class Process:
                 error = raised(*found[1]) if issubclass(raised, Exception) else None
                 assert error is not None
         except Exception as cause:
-            self.end = Ended(TIMED_OUT if isinstance(cause, TimeoutError) else ERRORED)
-            raise self.end from cause
+            self._end = Ended(TIMED_OUT if isinstance(cause, TimeoutError) else ERRORED)
+            raise self._end from cause
         if error is not None:
             raise error
         return found[0] if found else None
@@ -360,82 +351,49 @@ class Process:
     def refuse(self, fault: str) -> NoReturn:
         """End the tests without a verdict."""
         self.fault = self.fault or fault
-        self.end = Ended(ERRORED)
-        raise self.end
+        self._end = Ended(ERRORED)
+        raise self._end
 
+    def judge(self, job: dict[str, Any]) -> Counter[str]:
+        """Run all tests of a job, and count their results."""
+        self._job, tests = job, self._statements(job)
+        if job["input_output"]:
+            table = json.loads(job["input_output"])
+            check = partial(partial, self._call if job["names"] else self._run_program)
+            tests = map(check, table["inputs"], table["outputs"])
+        return Counter(map(partial(self._run, time.monotonic() + job["wall_s"]), tests))
 
-class Remote:
-    """Proxy of an object of the candidate; equal only to itself, whatever the object's `__eq__` returns."""
-
-    __slots__ = ("_process", "_reference")
-    _process: Process
-    _reference: int
-
-    def __init__(self, process: Process, reference: int) -> None:
-        object.__setattr__(self, "_process", process)
-        object.__setattr__(self, "_reference", reference)
-
-    def _ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._process.ask(operation, self._reference, *arguments, **keywords)
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        self._process.refuse("they need the program's own class, which is no plain value")
-
-
-for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr"):
-    setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
-for _name in str.split("enter exit mro_entries instancecheck subclasscheck"):
-    setattr(Remote, f"__{_name}__", Remote._refuse)
-
-
-class Session:
-    """One candidate under one time limit. After the test that ends or stops its process none passes."""
-
-    def __init__(self, job: dict[str, Any], process: Process) -> None:
-        self._job, self._process = job, process
-        self._until = time.monotonic() + job["wall_s"]
-        self._is_loaded = False
-        module = sys.modules["__main__"] = types.ModuleType("__main__")
-        self._names = module.__dict__
-        """The namespace of the tests, with the candidate's objects."""
-
-    def judge(self) -> Counter[str]:
-        """Run all tests and count their results."""
-        if not self._job["input_output"]:
-            return Counter(map(self._run, self._statements()))
-        table = json.loads(self._job["input_output"])
-        check = partial(partial, self._call if self._job["names"] else self._run_program)
-        return Counter(map(self._run, map(check, table["inputs"], table["outputs"])))
-
-    def _run(self, test: Test) -> str:
-        self._process.until = min(self._until, time.monotonic() + self._job["test_s"])
-        with Caught() as caught:
-            if not self._is_loaded and self._job["names"]:
-                self._load()
+    def _run(self, until: float, test: Test) -> str:
+        self._until = min(until, time.monotonic() + self._job["test_s"])
+        error: BaseException | None = None
+        try:
+            if self._job["names"] and _IN_PLACE not in self._names:
+                self._load(**self._job)
             test()
-        error = self._process.end or caught.error
-        if time.monotonic() > self._process.until:
+        except BaseException as raised:
+            error = raised
+        error = self._end or error
+        if time.monotonic() > self._until:
             return TIMED_OUT
         if isinstance(error, Ended):
             return str(error.args[0])
         return PASSED if error is None else FAILED if isinstance(error, AssertionError) else ERRORED
 
-    def _load(self) -> None:
+    def _load(self, source: str, names: list[str], setup: str, input_output: str, **_: Any) -> None:
         """Load the candidate, and define its names for the tests. Raises: Ended."""
-        job, self._is_loaded = self._job, True
         try:
-            found = self._process.ask("call", _LOAD, job["source"], job["names"], bool(job["input_output"]))
-            objects = {name: found[name] for name in job["names"]}
+            found = self.ask("call", _LOAD, source, names, bool(input_output))
+            objects = {name: found[name] for name in names}
         except Exception as error:
-            self._process.end = Ended(ERRORED)
-            raise self._process.end from error
+            self._end = Ended(ERRORED)
+            raise self._end from error
         self._names.update(objects, **{_IN_PLACE: _call_in_place})
         # It may use the candidate's names, and must not define them.
-        exec(compile(job["setup"], "<setup>", "exec"), self._names)
+        exec(compile(setup, "<setup>", "exec"), self._names)
         self._names.update(objects)
 
     def _run_program(self, stdin: Any, expected: Any) -> None:
-        exit_code, output = self._process.ask("call", _RUN, self._job["source"], _as_text(stdin))
+        exit_code, output = self.ask("call", _RUN, self._job["source"], _as_text(stdin))
         if exit_code != 0:
             raise ChildProcessError
         assert is_same_output(output, _as_text(expected))
@@ -444,9 +402,8 @@ class Session:
         function = self._names[self._job["names"][0]]
         assert is_same_value(function(*map(_with_int_keys, arguments)), expected)
 
-    def _statements(self) -> Iterable[Test]:
+    def _statements(self, job: dict[str, Any]) -> Iterable[Test]:
         """Yield the tests, which share a namespace with the candidate's names; then what they collect."""
-        job = self._job
         # A test that does not compile is a fault of the data; it must not count as a wrong answer.
         compile(job["setup"], "<setup>", "exec")
         tests = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
@@ -455,6 +412,30 @@ class Session:
             vars(import_module("unittest"))["main"] = lambda *_, **__: None
         yield from (partial(exec, test, self._names) for test in tests)
         yield from _collect(self._names)
+
+
+class Remote:
+    """Proxy of an object of the candidate; equal only to itself, whatever the object's `__eq__` returns."""
+
+    __slots__ = ("_reference", "_session")
+    _session: Session
+    _reference: int
+
+    def __init__(self, session: Session, reference: int) -> None:
+        object.__setattr__(self, "_session", session)
+        object.__setattr__(self, "_reference", reference)
+
+    def _ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+        return self._session.ask(operation, self._reference, *arguments, **keywords)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        self._session.refuse("they need the program's own class, which is no plain value")
+
+
+for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr"):
+    setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
+for _name in str.split("enter exit mro_entries instancecheck subclasscheck"):
+    setattr(Remote, f"__{_name}__", Remote._refuse)
 
 
 def _as_text(value: Any) -> str:
