@@ -55,6 +55,7 @@ class AgentTask(TaskWrapper):
     def __init__(self, task: Task, spec: TaskSection) -> None:
         """Check the program. Raises: ConfigError if the task's attempts cannot run it."""
         super().__init__(task)
+        self.world = self
         assert spec.agent is not None
         self.agent, self.limit_s, self.max_tokens = spec.agent, spec.agent_limit_s, spec.agent_tokens
         self.paths: tuple[str, ...] = getattr(spec, "agent_paths", ())
@@ -87,11 +88,6 @@ class AgentTask(TaskWrapper):
         """A hash of the task's version and the command's words."""
         parts = [super().version, self.agent, self.limit_s, self.max_tokens]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-    @property
-    @override
-    def world(self) -> AgentTask:
-        return self
 
     def make_environment(self, judge: Judge | None = None) -> AgentEnvironment | WorkspaceAttempt:
         """Make one attempt."""

@@ -114,11 +114,7 @@ class VerifiersTask(Task):
         self.spec = spec
         limits = replace(_LIMITS, max_reward=spec.max_reward, min_reward=-spec.max_reward)
         self.limits = fit_limits(limits, spec)
-
-    @property
-    @override
-    def variant(self) -> str:
-        return self.spec.taskset
+        self.variant, self.world = spec.taskset, self
 
     @cached_property
     def version(self) -> str:
@@ -129,11 +125,6 @@ class VerifiersTask(Task):
         digest += hash_sources(source) if source.is_file() else ""
         release = f"verifiers-{RELEASES[self.spec.form]}-1"
         return hash_version(self.name, "", release, self.limits, self.spec, digest)
-
-    @property
-    @override
-    def world(self) -> VerifiersTask:
-        return self
 
     def guest(self) -> Guest:
         """Return the process that runs the taskset. Raises: ConfigError if there is no such environment."""

@@ -73,11 +73,6 @@ class WorldTask(Task):
     def to_outcome(self, score: Any, /) -> Outcome:
         """Convert the result of `score` to an outcome. Raises: TypeError or ValueError as `to_parts`."""
 
-    @property
-    @override
-    def world(self) -> WorldTask:
-        return self
-
     def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
         """Make one attempt; the class judges it, not `judge`."""
         return PlayedWorld(self)
@@ -150,7 +145,7 @@ class BuiltInWorld(WorldTask):
     """A built-in environment, made from its section."""
 
     def __init__(self, section: EnvironmentSection, kind: Any) -> None:
-        self.section = section
+        self.section, self.world = section, self
         self._kind = kind
         self._specimen = own = self.make_own()
         self.name = own.name
@@ -222,7 +217,8 @@ class OwnWorld(WorldTask, OwnTask):
     def __init__(self, spec: UserEnvironmentSpec) -> None:
         """Inspect the class without loading it. Raises: ConfigError like `OwnTask`."""
         OwnTask.__init__(self, spec)
-        self.section, self.is_workspace = spec, self._inspected.has_sandbox
+        self.section, self.world = spec, self
+        self.is_workspace = self._inspected.has_sandbox
 
     @override
     def problem_of(self, example: Example) -> str:

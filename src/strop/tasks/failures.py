@@ -91,13 +91,9 @@ class FailureCause:
     """The first of them."""
     num: int
 
-    @property
-    def key(self) -> tuple[str, str, str | None]:
-        """Owner, kind and place. Not the message, which may name details of a single rollout."""
-        return _key_of(self.failure)
 
-
-def _key_of(failure: Failure) -> tuple[str, str, str | None]:
+def key_of(failure: Failure) -> tuple[str, str, str | None]:
+    """Return owner, kind and place. Not the message, which may name details of a single rollout."""
     return failure.owner, failure.kind, find_place(failure.detail.rstrip())
 
 
@@ -107,8 +103,8 @@ def find_causes(outcomes: Iterable[Outcome]) -> tuple[FailureCause, ...]:
     A prompt that was too long to be attempted is no failure.
     """
     failures = [one.failure for one in outcomes if one.failure is not None and not one.is_too_long]
-    first = {_key_of(failure): failure for failure in reversed(failures)}
-    counts = Counter(map(_key_of, failures))
+    first = {key_of(failure): failure for failure in reversed(failures)}
+    counts = Counter(map(key_of, failures))
     return tuple(FailureCause(failure=first[key], num=num) for key, num in counts.most_common())
 
 

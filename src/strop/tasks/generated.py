@@ -345,11 +345,7 @@ class ReasoningGym(DrawnTask):
         self._dataset: Any = None
         self._entries: dict[str, Mapping[str, Any]] = {}
         """What the scorer needs, by example id."""
-
-    @property
-    def variant(self) -> str:
-        """The data set."""
-        return self._spec.dataset
+        self.variant = spec.dataset
 
     @property
     def version(self) -> str:

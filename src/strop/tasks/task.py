@@ -68,6 +68,10 @@ class Task(ABC):
     """Registry name, for example 'arithmetic'."""
     limits: TaskLimits
     """Reply budget, stop strings and full marks; the widest of all examples."""
+    variant: str | None = None
+    """Which of several tasks of one name this is; None: there is one."""
+    world: Any = None
+    """What plays a task of several turns; None: a single reply is judged."""
     asks_judge: bool = False
     """Whether a model judges replies."""
     is_ordered: bool = False
@@ -105,16 +109,6 @@ class Task(ABC):
 
         Empty if no answer is known. The self-test judges all of them.
         """
-
-    @property
-    def variant(self) -> str | None:
-        """Which of several tasks of one name this is; None: there is one."""
-        return None
-
-    @property
-    def world(self) -> Any:
-        """What plays a task of several turns; None: a single reply is judged."""
-        return None
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -218,7 +212,8 @@ class TaskWrapper(TasksInOne):
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self.name, self.limits = task.name, task.limits
+        self.name, self.variant = task.name, task.variant
+        self.limits, self.world = task.limits, task.world
         self.is_ordered, self.asks_judge = task.is_ordered, task.asks_judge
 
     def task_of(self, example: Any, /) -> Task:
@@ -226,8 +221,6 @@ class TaskWrapper(TasksInOne):
         return self._task
 
     version = _passed_on("version")
-    variant = _passed_on("variant")
-    world = _passed_on("world")
     counts = _passed_on("counts")
     examples = _passed_on("examples")
     row_keys = _passed_on("row_keys")

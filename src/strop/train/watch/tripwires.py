@@ -17,7 +17,7 @@ from strop.rollout import PROMPT_TOO_LONG, Group, Rollout
 from strop.spec.run import RunSpec
 from strop.spec.train import TripwireSpec
 from strop.tasks import Task
-from strop.tasks.failures import FailureCause, describe_failure, find_causes
+from strop.tasks.failures import FailureCause, describe_failure, find_causes, key_of
 from strop.tasks.task import CEILING, IMPOSSIBLE
 from strop.train.measure import MAX_IDS, with_samples
 from strop.train.watch.process import MemoryWatch, PaceWatch
@@ -355,9 +355,9 @@ class CauseLog:
     def note(self, step: int, causes: Sequence[FailureCause]) -> None:
         """Publish the causes that are new."""
         for cause in causes:
-            if cause.key in self._published:
+            if key_of(cause.failure) in self._published:
                 continue
-            self._published.add(cause.key)
+            self._published.add(key_of(cause.failure))
             self._publish(
                 Event(
                     kind=EventKind.ROLLOUT_LOST,
