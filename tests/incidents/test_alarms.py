@@ -23,8 +23,8 @@ from strop.policy.optimizer import StepPlan, StepReport
 from strop.record import Event
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, FinishReason, Message, Outcome, Split, make_example
-from strop.tasks.answers import last_number
 from strop.tasks.generated import Arithmetic
+from strop.tasks.mathematics.answers import last_number
 from strop.tokenizer import Tokenizer
 from strop.train.watch.trends import NUM_STOP
 from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer
@@ -57,7 +57,8 @@ class Adds(SpellTask):
         return (Message(role="user", content=f"What is {example.fields['n']} + 1?"),)
 
     async def verify(self, example: Example, text: str) -> Outcome:
-        is_right = str(last_number(text)) == example.answer
+        found = last_number(text)
+        is_right = found is not None and found.text == example.answer
         return Outcome(parts={"right": float(is_right)}, is_correct=is_right, format_ok=True)
 
 

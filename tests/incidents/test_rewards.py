@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from strop.rollout import (
     make_example,
 )
 from strop.tasks import Task, build_task, generated
-from strop.tasks.answers import last_number, parse_number
 from strop.tasks.code.judge import JudgeJob, judge_python
 from strop.tasks.generated import ReverseTextSpec, share_of_beginning
 from strop.tasks.instructions import rules
 from strop.tasks.instructions.rules import detect_language
 from strop.tasks.instructions.tasks import IfMultiSpec
 from strop.tasks.judging import Judge
+from strop.tasks.mathematics.answers import last_number, read_value
 from strop.tasks.presets import PresetSpec, PresetTask
 from tests.fixtures.any_order import share_in_any_order
 from tests.fixtures.judging import run_self_test, verdict
@@ -62,6 +63,11 @@ class Mutated(PresetTask):
         return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
 
 
+def last_value(text: str) -> Fraction | None:
+    found = last_number(text)
+    return None if found is None else found.value
+
+
 def without_signs(text: str | None) -> str:
     return (text or "").replace("-", "")
 
@@ -69,11 +75,11 @@ def without_signs(text: str | None) -> str:
 @pytest.mark.parametrize(
     ("rule", "probes"),
     [
-        (lambda e, t: str(last_number(t)) == e.fields["solution"], {"gold"}),
-        (lambda e, t: last_number(without_signs(t)) == parse_number(e.answer), {"gold", "near_miss"}),
-        (lambda e, t: last_number(without_signs(t)) == parse_number(without_signs(e.answer)), {"near_miss"}),
+        (lambda e, t: last_value(t) == read_value(e.fields["solution"]), {"gold"}),
+        (lambda e, t: last_value(without_signs(t)) == read_value(e.answer), {"gold", "near_miss"}),
+        (lambda e, t: last_value(without_signs(t)) == read_value(without_signs(e.answer)), {"near_miss"}),
         (lambda e, t: t == f"The answer is {e.answer}.", {"gold"}),
-        (lambda e, t: f"#### {e.answer}" in t or last_number(t) == parse_number(e.answer), {"near_miss"}),
+        (lambda e, t: f"#### {e.answer}" in t or last_value(t) == read_value(e.answer), {"near_miss"}),
     ],
     ids=["the whole solution", "no signs in replies", "no signs at all", "one phrase", "a part of a number"],
 )

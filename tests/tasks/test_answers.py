@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,9 @@ from strop.errors import ConfigError
 from strop.rollout import Split
 from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
-from strop.tasks.answers import (
-    NUMBER_PATTERN,
-    ends_with_number,
-    judged_text,
-    last_number,
-    last_number_match,
-)
+from strop.tasks.answers import judged_text
 from strop.tasks.generated import ArithmeticSpec, ReverseTextSpec
+from strop.tasks.mathematics.answers import last_number
 from strop.tasks.prompt import PosedMessage
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import verdict
@@ -47,47 +41,34 @@ from tests.fixtures.tiny_tokenizer import tiny_tokenizer
         ("-$4", "-4"),
         ("$-4", "-4"),
         ("$18.00", "18"),
-        ("7-5", "5"),
-        ("(2)-5", "5"),
-        ("7 - 5", "5"),
         ("7kg", "7"),
         ("1e3", "1000"),
-        ("14/2", "2"),
+        ("1/2", "1/2"),
+        ("2 1/2", "5/2"),
         ("No.7", "7"),
         ("\\boxed{7}", "7"),
         ("1.2.3", "1.2"),
-        *((text, None) for text in ("", ".", "-", "seven", "H2O", "\u0663", ",", "$")),
+        *(
+            (text, None)
+            for text in ("", ".", "-", "seven", "H2O", "\u0663", ",", "$", "7-5", "(2)-5", "7 - 5", "14/2")
+        ),
     ],
 )
 def test_last_number(text: str, number: str | None) -> None:
-    assert last_number(text) == (None if number is None else Decimal(number))
+    found = last_number(text)
+    assert (found and found.value) == (None if number is None else Fraction(number))
 
 
 @given(st.integers(-(10**12), 10**12))
 def test_plain_and_grouped_integers_are_found_in_a_sentence(value: int) -> None:
-    assert last_number(f"So it is {value}.") == value
-    assert last_number(f"So it is {value:,}.") == value
+    assert last_number(f"So it is {value}.") == (str(value), value)
+    assert last_number(f"So it is {value:,}.") == (f"{value:,}", value)
 
 
 @given(st.text(alphabet="0123456789-,.$eE+ a)", max_size=40))
 def test_any_text_is_read_without_error(text: str) -> None:
     found = last_number(text)
-    assert found is None or found.is_finite()
-    assert ends_with_number(text) is False or found is not None
-
-
-@given(
-    st.text(alphabet="0123456789-,.$eE+H) a", max_size=40),
-    st.sampled_from([" lorem", "H2O ", "lorem", "1,234", ".5", "-", "\n", " -"]),
-    st.text(alphabet="0123456789-,.$eE+H) a", max_size=40),
-)
-def test_the_last_number_is_that_of_all_numbers_however_far_it_is_from_the_end(
-    head: str, piece: str, tail: str
-) -> None:
-    text = head + piece * 200 + tail
-    found = [match.group() for match in re.finditer(NUMBER_PATTERN, text)]
-    match = last_number_match(text)
-    assert (match and match.group()) == (found[-1] if found else None)
+    assert found is None or found.text in text
 
 
 @pytest.mark.parametrize(
@@ -96,14 +77,14 @@ def test_the_last_number_is_that_of_all_numbers_however_far_it_is_from_the_end(
         ("so 5\nQ: more 7", "so 5"),
         ("<think>5. Q: what</think>so 7", "so 7"),  # a problem among thoughts ends nothing
         ("5. Q: what</think>so 7. Q: 8", "so 7."),  # the template opened the block
-        ("<think>5? so 7", None),
-        ("<think>5</think>6<think>7", None),
+        ("<think>5? so 7", ""),
+        ("<think>5</think>6<think>7", ""),
         ("so 5. Q: <think>and 7", "so 5."),  # the reply had gone on to another problem
         ("", ""),
     ],
 )
-def test_judged_text(reply: str, judged: str | None) -> None:
-    assert judged_text(reply, lambda text: False) == judged
+def test_judged_text(reply: str, judged: str) -> None:
+    assert judged_text(reply) == judged
 
 
 @pytest.mark.parametrize("spec", [ArithmeticSpec(), ReverseTextSpec(name="reverse-text")])

@@ -25,7 +25,7 @@ from strop.audit.context import (
 )
 from strop.audit.report import Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, make_example
-from strop.tasks.answers import parse_number
+from strop.tasks.mathematics.answers import read_value
 from strop.tasks.task import TURN
 
 _LATE = "verifier_timeout"
@@ -74,7 +74,7 @@ async def probe_near_miss(context: AuditContext) -> ProbeResult:
 
     def misses(example: Example) -> dict[str, str]:
         numbers, texts = {}, {}
-        if (gold := parse_number(example.answer or "")) is not None:
+        if (gold := read_value(example.answer or "")) is not None:
             numbers = {"off by one": gold + 1, **({"sign": -gold, "factor": gold * 10} if gold else {})}
         for text in context.golds(example)[:1]:
             # The cut is inside the answer: a reply that only lost its closing tag may still be right. So may
@@ -86,7 +86,10 @@ async def probe_near_miss(context: AuditContext) -> ProbeResult:
         other = next((one for one in context.examples if one.answer != example.answer), None)
         for gold_text in context.golds(other)[:1] if other else ():
             texts["the answer to another"] = gold_text
-        return texts | {kind: context.in_form(example, str(value)) for kind, value in numbers.items()}
+        return texts | {
+            kind: context.in_form(example, str(value if value.denominator == 1 else float(value)))
+            for kind, value in numbers.items()
+        }
 
     by_kind = await context.judge_kinds(misses)
     nothing = "no right reply and no number is known"

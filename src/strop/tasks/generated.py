@@ -19,7 +19,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from decimal import Decimal
 from functools import cached_property
 from importlib.metadata import version as package_version
 from itertools import takewhile
@@ -31,7 +30,8 @@ from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
-from strop.tasks.answers import ends_with_number, judged_text, last_number
+from strop.tasks.answers import text_after_thinking
+from strop.tasks.mathematics.answers import last_number
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
 from strop.tasks.registry import import_extra
@@ -180,9 +180,12 @@ class Arithmetic(DrawnTask):
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last number of the reply with the sum."""
-        judged = judged_text(text) or ""
-        is_correct = last_number(judged) == Decimal(example.fields["a"] + example.fields["b"])
-        return right_or_wrong(is_correct, format_ok=ends_with_number(judged))
+        judged = text_after_thinking(text) or ""
+        number = last_number(judged)
+        if number is None:
+            return right_or_wrong(False, format_ok=False)
+        is_last = judged.rstrip(" \n.!)]}*$_`'\"").endswith(number.text)
+        return right_or_wrong(number.value == example.fields["a"] + example.fields["b"], format_ok=is_last)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the sum alone, in a sentence, with thousands commas and with a decimal part."""
@@ -272,7 +275,7 @@ class ReverseText(DrawnTask):
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last line of the reply with the text written backwards."""
-        lines = [line.strip() for line in (judged_text(text) or "").splitlines() if line.strip()]
+        lines = [line.strip() for line in (text_after_thinking(text) or "").splitlines() if line.strip()]
         reply = lines[-1].casefold() if lines else ""
         gold = example.fields["text"][::-1]
         return Outcome(
@@ -414,7 +417,7 @@ class ReasoningGym(DrawnTask):
 
 def answer_of(reply: str) -> tuple[str, bool]:
     """Return the answer of a reply, and whether it stands in a tag."""
-    judged = judged_text(reply) or ""
+    judged = text_after_thinking(reply) or ""
     opened = [(text.strip(), end) for text, end in _OPENED.findall(judged)]
     if not opened:
         # The template may have opened the tag.

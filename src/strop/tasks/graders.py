@@ -1,4 +1,4 @@
-"""Judge replies that end in one answer: a number, a formula, a whole number of the AIME, a letter.
+"""Judge replies that end in one answer: a number, a formula, a letter, a text.
 
 Judged is what a reply says behind its last closed thinking block, without the problems that it poses itself
 behind its answer.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple, get_args
 from unicodedata import normalize
 
@@ -19,26 +19,14 @@ from strop.tasks.mathematics.answers import (
     find_answer,
     find_boxes,
     find_number,
-    first_marked,
-    is_marked,
     marked_answer,
     marked_numbers,
     read_value,
 )
-from strop.tasks.mathematics.equivalence import (
-    Strictness,
-    answer_forms,
-    answers_equal,
-    normal_form,
-    parse_exact,
-)
+from strop.tasks.mathematics.equivalence import Strictness, answers_equal, normal_form
 from strop.tasks.overlap import normal_text
 from strop.tasks.rows.row_task import gold_of
 from strop.tasks.task import right_or_wrong
-
-_INTEGER = re.compile(r"(?<![\w.,])-?[0-9]{1,30}(?![\w]|[.,][0-9])")
-_MAX_AIME = 999
-_MAX_AIME_CHARS = 100
 
 
 class Grader(NamedTuple):
@@ -59,17 +47,14 @@ class Grader(NamedTuple):
         return answer
 
 
-_gold_value = lru_cache(maxsize=1024)(read_value)
-
-
 def _judge_number(example: Example, text: str, question: str, *, is_marked_so: bool = False) -> Outcome:
     """Compare values. `format_ok`: there is a number, or, if it is to be marked so, one behind '####'."""
-    judged = judged_text(text, lambda part: first_marked(part) is not None or is_marked(part), question) or ""
-    gold, found = gold_of(example), find_number(judged, question)
+    judged = judged_text(text, question)
+    found = find_number(judged, question)
     if found is None:
         return right_or_wrong(False, format_ok=False)
     is_formed = not is_marked_so or any(number.value is not None for number in marked_numbers(judged))
-    is_correct = found.value is not None and found.value == _gold_value(gold)
+    is_correct = found.value is not None and found.value == read_value(gold_of(example))
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=found.text)
 
 
@@ -79,40 +64,21 @@ def _judge_formula(example: Example, text: str, question: str, *, strictness: St
     Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about the
         gold answer.
     """
-    gold, answer = gold_of(example), find_answer(judged_text(text, is_marked, question) or "")
+    answer = find_answer(judged_text(text, question))
     if answer is None:
         return right_or_wrong(False, format_ok=False)
     is_formed = answer.num_marks == 1
     may_count = strictness != "strict" or (answer.is_boxed and is_formed)
-    is_correct = may_count and answers_equal(gold, answer.text, strictness)
+    is_correct = may_count and answers_equal(gold_of(example), answer.text, strictness)
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=answer.text)
-
-
-def _judge_integer(example: Example, text: str, question: str) -> Outcome:
-    """Compare whole numbers, without a mark the last one; `format_ok`: it is one of the AIME's."""
-    gold, judged = gold_of(example), judged_text(text, is_marked, question) or ""
-    answer = find_answer(judged)
-    said = answer.text if answer is not None and len(answer.text) <= _MAX_AIME_CHARS else ""
-    number = parse_exact(answer_forms(gold, said)[1].strip("()"))
-    if (number is None or number.value.denominator > 1) and marked_answer(judged) is None:
-        said = next(reversed(_INTEGER.findall(judged)), said)
-        number = parse_exact(said)
-    value = None if number is None else number.value
-    is_formed = value is not None and value.denominator == 1 and 0 <= value <= _MAX_AIME
-    return right_or_wrong(value == int(gold), format_ok=is_formed, extracted=said or None)
 
 
 _LETTERS = "ABCD"
 # No part of a word, and not ruled out: 'A is wrong'.
 _END = r"(?!'?[A-Za-z0-9_])(?![^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b)"
-_LETTER_ALONE = re.compile(r"[\W_]*(?:\\boxed\{(?:\\text\{)?)?([A-D])[\W_]*")
-_PHRASE = re.compile(
-    r"(?:\b(?:answer|(?:right|correct|best) (?:choice|option))\b"
-    r"(?:[^\w.;?!\n]+(?:is|be|must|should|would|to|the|this|question|therefore|thus|clearly|option|choice|letter)\b)*"
-    rf"[^\w.;?!]*|\\boxed\{{[^\w]*(?:text\{{[^\w]*)?)"
-    # A small letter may be an article, unless it is the last word.
-    rf"((?-i:[A-D]){_END}|[a-d](?=[)\].*_$}}]*\s*\Z))",
-    re.IGNORECASE,
+_ALONE = re.compile(r"[\W_]*(?:\\boxed\{(?:\\text\{)?)?([A-D])[\W_]*")
+_MARKED = re.compile(
+    rf"(?:\W*(?:\\?text|(?i:the|option|choice|letter)\b))*[\W_]*(?:[A-D]{_END}|[a-d](?=\W*\Z))"
 )
 _CLAIM = re.compile(
     r"(?<![A-Za-z0-9_'])[A-D](?=\W{1,3}(?:is|must be) (?:the )?(?:most |best )?"
@@ -134,34 +100,34 @@ _MAX_CHOICE_CHARS = 2000
 
 def _judge_letter(example: Example, text: str, question: str) -> Outcome:
     """Compare letters; `format_ok`: the first line is the letter, maybe in brackets or with a period."""
-    judged = judged_text(text, lambda part: _PHRASE.search(part) is not None, question)
-    judged = normalize("NFKC", judged or "").strip()
-    # A repeated question chooses none.
-    is_echo = judged.endswith("Answer:")
-    letter = None if is_echo else find_letter(judged, example.fields.get("choices", ()))
-    is_formed = _LETTER_ALONE.fullmatch(judged.partition("\n")[0]) is not None
+    judged = normalize("NFKC", judged_text(text, question)).strip()
+    letter = find_letter(judged, example.fields.get("choices", ()))
+    is_formed = _ALONE.fullmatch(judged.partition("\n")[0]) is not None
     return right_or_wrong(letter == gold_of(example), format_ok=is_formed, extracted=letter)
 
 
 def find_letter(text: str, choices: Sequence[str]) -> str | None:
-    """Return the letter that a reply chooses: one that stands alone, or is claimed, or opens the first line.
+    """Return the letter that a reply chooses: one that stands alone, is marked, is claimed, or opens a line.
 
-    A choice in words is its letter. None if there is none, or the first line names several.
+    A choice in words is its letter. None if there is none, or several are named at once.
     """
     line = text.partition("\n")[0]
-    if alone := _LETTER_ALONE.fullmatch(line):
+    if alone := _ALONE.fullmatch(line):
         return alone[1]
     said = normal_text(line[:_MAX_CHOICE_CHARS])
     for letter, choice in zip(_LETTERS, map(normal_text, choices), strict=False):
         if choice and said in (choice, f"{letter.lower()} {choice}"):
             return letter
-    claims = [*_PHRASE.finditer(text)][-1:] or [*_CLAIM.finditer(text)][-1:]
-    letters = claims or [
+    marked = marked_answer(text)
+    found = _MARKED.match(marked.text) if marked is not None else None
+    found = found or next(reversed([*_CLAIM.finditer(text)]), None)
+    stated = (
         m for m in _LETTER.finditer(line) if not _RULES_OUT.search(line[max(0, m.start() - 20) : m.start()])
-    ]
-    if not letters or _SEVERAL.match(letters[0].string, letters[0].end()):
+    )
+    found = found or next(stated, None)
+    if found is None or _SEVERAL.match(found.string, found.end()):
         return None
-    return letters[0].group()[-1].upper()
+    return found.group()[-1].upper()
 
 
 def _read_number(value: Any) -> str | None:
@@ -173,11 +139,6 @@ def _read_formula(value: Any) -> str | None:
     text = show_answer(value).strip()
     text = (find_boxes(text) or [text])[-1]
     return text if normal_form(text) else None
-
-
-def _read_integer(value: Any) -> str | None:
-    text = show_answer(value).strip()
-    return str(int(text)) if re.fullmatch(r"[0-9]{1,3}", text) else None
 
 
 def _read_letter(value: Any) -> str | None:
@@ -276,7 +237,6 @@ GRADERS: Mapping[str, Grader] = {
     "number": Grader(_read_number, "a number", _judge_number),
     "marked-number": Grader(_read_number, "a number", partial(_judge_number, is_marked_so=True)),
     "math": STRICTNESS["standard"],
-    "integer": Grader(_read_integer, f"a whole number from 0 to {_MAX_AIME}", _judge_integer),
     "letter": Grader(_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
     "exact": Grader(_read_text, "a text", _compared(_is_spelled)),
     "contains": Grader(_read_text, "a text", _compared(_contains)),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.tasks.mathematics.answers import find_answer, find_boxes, last_formula
+from strop.tasks.mathematics.answers import find_answer, find_boxes
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,9 @@ from strop.tasks.mathematics.answers import find_answer, find_boxes, last_formul
         ("Thus x = 7.", "7", False, 0),
         ("The value is 42", "42", False, 0),
         ("well\n\n-1/2\n", "-1/2", False, 0),
+        ("so $x+y$ is thus 25.", "25", False, 0),
+        # Then a number.
+        ("There are 7 cats", "7", False, 0),
     ],
 )
 def test_find_answer(text: str, answer: str, is_boxed: bool, num_marks: int) -> None:
@@ -49,16 +52,16 @@ def test_find_answer(text: str, answer: str, is_boxed: bool, num_marks: int) -> 
 
 @pytest.mark.parametrize(
     "text",
-    ["", " \n", "asdf", "a", "There are 7 cats", "\\boxed{}", "so give \\boxed{ }", "\\boxed{5", "Answer:"],
+    ["", " \n", "asdf", "a", "\\boxed{}", "so give \\boxed{ }", "\\boxed{5", "Answer:"],
 )
 def test_no_answer(text: str) -> None:
     assert find_answer(text) is None
 
 
 def test_formulas_are_told_from_money() -> None:
-    assert last_formula(r"costs \$5 and $x$") == "x"
-    assert last_formula("costs $5") == ""
-    assert last_formula("$ $ and $$") == ""
+    assert find_answer(r"costs \$5 and $x$") == ("x", False, 0)
+    assert find_answer("costs $5") == ("$5", False, 0)
+    assert find_answer("$ $ and $$") is None
 
 
 @given(st.text(alphabet="\\boxed{}$5 ().=answeri:\n", max_size=80))

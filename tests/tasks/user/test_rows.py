@@ -252,7 +252,6 @@ TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
         ("math", "1/2", ["\\boxed{0.5}", "It is $\\frac{1}{2}$"], ["\\boxed{2}", ""]),
         ("math", 0.5, ["\\boxed{1/2}"], ["\\boxed{5}"]),
         ("number", "1,200", ["So 3 boxes cost $1200."], ["1201", ""]),
-        ("integer", 25, ["\\boxed{025}", "It is 25."], ["\\boxed{25.5}"]),
         ("letter", 1, ["(B)", "The answer is B."], ["A or B", "C"]),
         ("json-schema", SCHEMA, ['{"n": 1}', '```json\n{"n": 1}\n```'], ['{"n": "1"}', "n", "{}"]),
         ("json-schema", json.dumps(SCHEMA), ['{"n": 1}'], ["[]"]),

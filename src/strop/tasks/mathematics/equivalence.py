@@ -1,4 +1,4 @@
-r"""Compare a reply's answer with the gold answer, in stages: spelling, numbers, formulas.
+r"""Compare a reply's answer with the gold answer, by a ladder: spelling, numbers, formulas.
 
 Equal normal forms are equal; numbers, and lists of them, are equal or not; only the remaining pairs go to
 math-verify. So most answers cost some microseconds. The time of its parser and of sympy is unbounded: they
@@ -20,35 +20,38 @@ from unicodedata import normalize
 from strop.errors import ConfigError
 
 Strictness = Literal["strict", "standard", "symbolic"]
-"""Which stages may find an answer right: spelling, of an answer in one box; numbers, too; formulas, too."""
+"""Which steps may find an answer right: spelling, of an answer in one box; numbers, too; formulas, too."""
 _MAX_CHARS = 2000
 """A longer answer is wrong; the longest gold answers of MATH have about 160 characters."""
-VULGAR = {one: rf"\frac{normalize('NFKC', one)}".replace("\u2044", "") for one in "¼½¾⅓⅔"}
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_COMMANDS = {"\u00d7": "times", "\u00b7": "cdot", "\u22c5": "cdot", "\u03c0": "pi", "\u221e": "infty"}
+_COMMANDS |= {
+    "\u2264": "le",
+    "\u2265": "ge",
+    "\u2260": "ne",
+    "\u222a": "cup",
+    "\u00b1": "pm",
+    "\u2248": "approx",
+}
 _UNICODE = str.maketrans(
-    {"\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/"}
-    | {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "}
-    | {"\u00b0": r"^\circ ", "\u222a": r"\cup ", "\u00b1": r"\pm ", "\u2248": r"\approx "}
-    | {"\u00a0": " ", "~": " "}
-    | VULGAR
+    {sign: rf"\{name} " for sign, name in _COMMANDS.items()}
+    | {one: rf"\frac{normalize('NFKC', one)}".replace("\u2044", "") for one in "¼½¾⅓⅔"}
+    | {"\u2212": "-", "\u00f7": "/", "\u00b0": "", "\u00a0": " ", "~": " "}
 )
-_CLOSING = ".,;:? \t\r\n"
-_SPACING = re.compile(
-    r"(?<!\\)\\[,!;: ]|\\(?:quad|qquad|left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])"
-)
-GROUPED = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\}|\\!,|,\\!)+(?=[0-9]{3}(?![0-9]))")
 # Words that make another number are no units: '5 million', 'mod'.
 _NO_UNIT = (
-    r"(?![^}]*\b(?:and|or|to|of|hundreds?|thousands?|millions?|billions?|trillions?|dozens?|hal(?:f|ves)|thirds?"
-    r"|quarters?|fourths?|fifths?|sixths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|squared|cubed|pi|root"
-    r"|roots|base|mod|modulo|plus|minus|times|over|divided|factorial|more|less|not|sin|cos|tan|log|sqrt)\b)"
+    rf"(?![^}}]*\b(?:(?:{'|'.join(SCALES)}|dozen|root)s?|and|or|to|of|hal(?:f|ves)|thirds?|quarters?"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|squared|cubed|pi|base|mod|modulo|plus|minus"
+    r"|times|over|divided|factorial|more|less|not|sin|cos|tan|log|sqrt)\b)"
 )
 _UNIT = r"(?:[a-zA-Z]{3,}|(?:mm|cm|dm|km|in|ft|yd|mi|kg|mg|lb|oz|ml|hr|am|pm)(?![a-zA-Z]))"
-_UNITS = rf"{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*"
 _POWER = r"(?:\^\{?[23]\}?)?"
 _TEXT = r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit|operatorname|mathit|textsf|bold|bf|rm)\s*"
 _RULES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), to)
     for pattern, to in (
+        (r"(?<=[0-9])(?:\\[,!]|\{,\}|,\\!)+(?=[0-9]{3}(?![0-9]))", ""),
+        (r"(?<!\\)\\[,!;: ]|\\(?:q?quad|left|right|[bB]igg?[lr]?|(?:display|text)style)(?![a-zA-Z])", " "),
         (r"\^\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|\\?[%$]|(?<!\\)\\[()\[\]]", ""),
         (
             r"(?:\u221a|(?<![\\a-zA-Z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[a-zA-Z]))",
@@ -56,9 +59,8 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
         ),
         ("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)", lambda raised: f"^{{{normalize('NFKC', raised[1])}}}"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
-        (r"<=|=<|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
+        (r"<=|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
         (r">=|\\geq(?:slant)?(?![a-zA-Z])", r"\\ge "),
-        (r"\\[lr]brace(?![a-zA-Z])", lambda brace: r"\{" if "l" in brace[0] else r"\}"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         # Mixed numbers, and arguments without braces.
         (r"(?<![0-9./])([0-9]+)\s+([0-9]+)/([0-9]+)(?![0-9./])", r"\1\\frac{\2}{\3}"),
@@ -67,7 +69,10 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
         (r"(?:,\s*)?(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))", ","),
         # Units; directly behind digits only those that cannot be variables.
         (rf"(?:(?<=[0-9}})])|(?<=\\pi))\s*{_TEXT}\{{{_NO_UNIT}[a-zA-Z./ ()]*\}}{_POWER}$", ""),
-        (rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNITS}|(?:mm|cm|km|kg|mph)){_POWER}$", ""),
+        (
+            rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*|[ck]m|mm|kg|mph){_POWER}$",
+            "",
+        ),
         (rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 "),
         # Thousands, but '(1,234)' is a pair.
         (
@@ -85,7 +90,7 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
             r"\\frac{\1}{\2}",
         ),
         (
-            r"^(?:\+|\\approx(?![a-zA-Z]))|(?:\\\\\s*)?\\(?:begin|end)\{(?:align|gather|equation|split)[a-z]*\*?\}",
+            r"^(?:\+|\\approx(?![a-zA-Z]))|(?:\\\\\s*)?\\(?:begin|end)\{(?:align|gather|equation|split)\*?\}",
             "",
         ),
         (r"^\{([^{}]*)\}$", r"\1"),
@@ -108,13 +113,13 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     ours, theirs = answer_forms(gold, reply)
     if ours == theirs or strictness == "strict":
         return ours == theirs != ""
-    verdict = compare_numbers(ours, theirs)
+    verdict = _compare_numbers(ours, theirs)
     if verdict is False and ("%" in gold) is not ("%" in reply):
         # '50\%' is 50, and one half.
         ours, theirs = (
             form + r"\times10^{-2}" * ("%" in answer) for form, answer in ((ours, gold), (theirs, reply))
         )
-        verdict = compare_numbers(ours, theirs)
+        verdict = _compare_numbers(ours, theirs)
     if verdict is not None or strictness == "standard":
         return bool(verdict)
     # math-verify ignores case: 'X' is 'x' to it.
@@ -122,16 +127,16 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     return not is_refused and equal_by_symbols(ours, theirs)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def normal_form(answer: str) -> str:
     r"""Return one spelling for answers that are written differently and mean the same; may be empty.
 
     Unicode, spacing, delimiters, synonyms, units, degrees, percent, money and thousands separators go or
     become LaTeX; one word alone has no case. No rule removes or adds a sign, and none reduces or evaluates.
     """
-    text = _SPACING.sub(" ", GROUPED.sub("", answer.translate(_UNICODE)))
+    text = answer.translate(_UNICODE)
     for pattern, to in _RULES:
-        text = pattern.sub(to, text.rstrip(_CLOSING))
+        text = pattern.sub(to, text).rstrip(".,;:? \t\r\n")
     return text.lower() if len(text) > 1 and text.isalpha() else text
 
 
@@ -150,11 +155,6 @@ def answer_forms(gold: str, reply: str) -> tuple[str, str]:
     return ours, theirs
 
 
-# A number is a sign with an integer, a decimal, a fraction, a mixed number, a power, or a decimal
-# '\times10^{n}', as an exact rational. A decimal is also equal to a value that it rounds or cuts off behind
-# enough digits: 0.333333 is 1/3; 0.3333 is not. Whole numbers are equal only to themselves.
-
-
 class Number(NamedTuple):
     """An exact value, and the place value of its last decimal; 0 if it was not written as a decimal."""
 
@@ -162,20 +162,20 @@ class Number(NamedTuple):
     unit: Fraction
 
 
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_MAX_DIGITS = 1000
-_PLAIN = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
-_PART = rf"([-+]?(?:{_PLAIN}))"
+_PLAIN = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?"
 _NUMBER = re.compile(
-    rf"([-+]*)(?:([0-9]*)\\frac\{{{_PART}\}}\{{{_PART}\}}|([0-9]{{1,6}})\^\{{?(-?[0-9]{{1,3}})\}}?"
-    rf"|({_PLAIN})(?:(?:\\times|\\cdot|\*)10\^\{{?(-?[0-9]{{1,3}})\}}?|({'|'.join(SCALES)}))?)"
+    rf"([-+]*)(?:([0-9]*)\\frac\{{([-+]?{_PLAIN})\}}\{{([-+]?{_PLAIN})\}}|([0-9]{{1,6}})\^\{{?(-?[0-9]{{1,3}})\}}?"
+    rf"|({_PLAIN})(?:(?:\\times|\\cdot|\*)10\^\{{?(-?[0-9]{{1,3}})\}}?|((?i:{'|'.join(SCALES)})))?)"
 )
 _LIST = re.compile(r"(\(|\[|\\\{|)(.*?)(\)|\]|\\\}|)", re.DOTALL)
 
 
 def parse_exact(form: str) -> Number | None:
-    """Read a normal form that is one number, or None."""
-    match = _NUMBER.fullmatch(form) if len(form) <= _MAX_DIGITS else None
+    r"""Read a normal form that is one number, or None.
+
+    It is a sign with an integer, a decimal, a fraction, a mixed number, a power, or a decimal '\times10^{n}'.
+    """
+    match = _NUMBER.fullmatch(form) if len(form) <= _MAX_CHARS // 2 else None
     if match is None:
         return None
     sign, whole, upper, lower, base, power, plain, exponent, word = match.groups()
@@ -186,7 +186,7 @@ def parse_exact(form: str) -> Number | None:
         elif base:
             value = Fraction(base) ** int(power)
         else:
-            scale = Fraction(10) ** (SCALES[word] if word else int(exponent or 0))
+            scale = Fraction(10) ** (SCALES[word.lower()] if word else int(exponent or 0))
             value = Fraction(plain) * scale
             unit = scale / 10 ** len(plain.partition(".")[2]) if "." in plain else unit
     except ZeroDivisionError:
@@ -194,42 +194,38 @@ def parse_exact(form: str) -> Number | None:
     return Number(-value if sign.count("-") % 2 else value, unit)
 
 
-def compare_numbers(gold: str, reply: str) -> bool | None:
-    """Compare two normal forms; None if one of them is not made of numbers.
-
-    Equal tuples and intervals have the same brackets and order of numbers; equal sets, and lists without
-    brackets, have the same numbers.
-    """
+def _compare_numbers(gold: str, reply: str) -> bool | None:
+    """Compare two numbers or lists of numbers; None if one is neither. Lists have the same brackets."""
     ours, theirs = _read_numbers(gold), _read_numbers(reply)
     if ours is None or theirs is None:
         return None
-    (brackets, numbers), (their_brackets, their_numbers) = ours, theirs
-    is_alike = brackets == their_brackets and len(numbers) == len(their_numbers)
-    return is_alike and all(map(_is_close, numbers, their_numbers))
+    is_alike = ours[0] == theirs[0] and len(ours[1]) == len(theirs[1])
+    return is_alike and all(map(_is_close, ours[1], theirs[1]))
 
 
 def _read_numbers(form: str) -> tuple[str, list[Number]] | None:
-    """Return the brackets of a list, none for a set and for one number, and the numbers between them."""
-    match = _LIST.fullmatch(form)
-    assert match is not None
-    pieces, brackets = match[2].split(","), match[1] + match[3]
-    numbers = [number for piece in pieces if (number := parse_exact(piece)) is not None]
-    if len(numbers) < len(pieces):
+    """Return the brackets of a list, and its numbers; a set has none and no order, as has one number."""
+    opening, inside, closing = _LIST.fullmatch(form).groups()  # type: ignore[union-attr]
+    numbers = [number for piece in inside.split(",") if (number := parse_exact(piece)) is not None]
+    if len(numbers) <= inside.count(","):
         return None
-    is_ordered = brackets not in ("", r"\{\}") and (len(numbers) > 1 or brackets != "()")
-    return (brackets, numbers) if is_ordered else ("", sorted(numbers))
+    is_ordered = opening + closing not in ("", r"\{\}", "()" * (len(numbers) == 1))
+    return (opening + closing, numbers) if is_ordered else ("", sorted(numbers))
 
 
 def _is_close(one: Number, other: Number) -> bool:
+    """Whether values are equal, or one is a decimal that the other rounds to, or begins with.
+
+    0.333333 is 1/3; 0.3333, of too few digits, is not. Whole numbers are equal only to themselves.
+    """
     if one.value == other.value or 1 in (one.value.denominator, other.value.denominator):
         return one.value == other.value
-    return _shortens(one, other.value) or _shortens(other, one.value)
-
-
-def _shortens(one: Number, value: Fraction) -> bool:
-    """Whether a decimal is `value`, rounded or cut off behind enough digits."""
-    left_off, is_long = abs(value) - abs(one.value), one.unit * 10**5 <= abs(value)
-    return is_long and one.value * value > 0 and -one.unit / 2 <= left_off < one.unit
+    return any(
+        0 < short.unit * 10**5 <= abs(value)
+        and short.value * value > 0
+        and -short.unit / 2 <= abs(value) - abs(short.value) < short.unit
+        for short, value in ((one, other.value), (other, one.value))
+    )
 
 
 # Formulas, by math-verify. What it cannot handle in reasonable time is refused, and what it misreads: prose
@@ -246,7 +242,6 @@ _REFUSED = re.compile(
     r"|(?<![\\a-zA-Z])(?!(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|[pbv]?matrix|array|cases)(?![a-zA-Z]))"
     r"[a-zA-Z]{3}"
 )
-_MAX_PRECISION = 400
 _WARM_UP = (r"\frac{1}{2}x^2+\sqrt{3}x-1", r"\left(-\infty,2\right]\cup[3,4)", r"\{1,2\}", r"x\le 2")
 
 
@@ -261,14 +256,12 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
     if ours is None or theirs is None:
         return False
     value, other = _evaluate(ours), _evaluate(theirs)
-    if value is not None and other is not None:
-        if not cmath.isclose(value, other, rel_tol=1e-6, abs_tol=1e-12):
-            return False
-        # The library compares decimals by six digits only.
-        for form, number in ((gold, other), (reply, value)):
-            exact = Number(Fraction(number.real).limit_denominator(10**9), Fraction())
-            if (one := parse_exact(form)) and one.unit and not _is_close(one, exact):
-                return False
+    if (
+        value is not None
+        and other is not None
+        and not cmath.isclose(value, other, rel_tol=1e-6, abs_tol=1e-12)
+    ):
+        return False
     verify = require_math_verify().verify
     return bool(verify(ours, theirs, allow_set_relation_comp=True, timeout_seconds=None))
 
@@ -282,22 +275,15 @@ def warm_up() -> None:
 @lru_cache(maxsize=1024)
 def _parse(form: str, *, raise_on_error: bool) -> Any:
     library = require_math_verify()
-    from sympy import Union
-
-    parsed = library.parse(
-        f"${form}$",
-        [library.LatexExtractionConfig()],
-        fallback_mode="no_fallback",
-        parsing_timeout=None,
-        raise_on_error=raise_on_error,
-    )
-    formula: Any = parsed[0] if parsed else None
+    given = {"fallback_mode": "no_fallback", "parsing_timeout": None, "raise_on_error": raise_on_error}
+    formula = next(iter(library.parse(f"${form}$", [library.LatexExtractionConfig()], **given)), None)
     # Several inequalities of one name are the union of their intervals.
     if formula is not None and "," in form and re.search(r"[<>]|\\[lg]e", form):
         with suppress(AttributeError, NotImplementedError, TypeError):
-            return (
-                Union(*(one.as_set() for one in formula.args)) if len(formula.free_symbols) == 1 else formula
-            )
+            from sympy import Union
+
+            intervals = [one.as_set() for one in formula.args]
+            return Union(*intervals) if len(formula.free_symbols) == 1 else formula
     return formula
 
 
@@ -312,7 +298,7 @@ def _evaluate(formula: Any) -> complex | None:
     hashes = {symbol: zlib.crc32(symbol.name.encode()) for symbol in formula.free_symbols}
     point = {symbol: sympy.Rational(1000 + one % 8999, 3001) for symbol, one in hashes.items()}
     try:
-        value = complex(formula.evalf(subs=point, maxn=_MAX_PRECISION, strict=True))
+        value = complex(formula.evalf(subs=point, maxn=400, strict=True))
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError):
         return None
     return value if cmath.isfinite(value) else None
