@@ -193,7 +193,7 @@ def aime(source: Path | str) -> Task:
 )
 def test_aime_reads_the_published_schemas(tmp_path: Path, rows: list[Row]) -> None:
     task = aime(write_rows(tmp_path / "aime.jsonl", rows))
-    assert answers(task, Split.HELD_OUT) == ["25", "7"]
+    assert [int(answer or "") for answer in answers(task, Split.HELD_OUT)] == [25, 7]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
     with pytest.raises(DataError, match="training examples of task aime"):
         task.examples(Split.TRAIN)
@@ -234,7 +234,6 @@ BROKEN_ROWS: list[tuple[type[Any], str, Row]] = [
         (MathSpec, "math500", {"problem": "?", "solution": "!", "answer": answer})
         for answer in ("$", r"\boxed{}", "\\,")
     ),
-    *((PresetSpec, "aime", {"problem": "?", "answer": one}) for one in ("1000", "-1", "2.5", "x", True)),
     *(
         (PresetSpec, "mmlu", {**MMLU_ROWS[0], **change})
         for change in (*({"choices": ["1", "2"]}, {"choices": "1234"}, {"answer": 4}, {"answer": "E"}),)
