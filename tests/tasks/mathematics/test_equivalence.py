@@ -269,5 +269,5 @@ def test_without_the_library_symbols_are_refused_and_numbers_are_not(monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
     require_math_verify.cache_clear()
     assert answers_equal("1/2", "0.5", SYMBOLIC)
-    with pytest.raises(ConfigError, match=r"task\.strictness=symbolic, but math-verify .* Next: pip install"):
+    with pytest.raises(ConfigError, match=r"math_verify"):
         answers_equal("x+113", "113+x", SYMBOLIC)

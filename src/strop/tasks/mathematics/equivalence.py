@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 from unicodedata import normalize
 
-from strop.errors import ConfigError
+from strop.tasks.registry import import_extra
 
 Strictness = Literal["strict", "standard", "symbolic"]
 """Which steps may find an answer right: spelling, of an answer in one box; numbers, too; formulas, too."""
@@ -299,14 +299,6 @@ def _evaluate(formula: Any) -> complex | None:
 @lru_cache(maxsize=1)
 def require_math_verify() -> Any:
     """Import math-verify. Raises: ConfigError if it is not installed."""
-    try:
-        import math_verify
-    except ImportError as error:
-        raise ConfigError(
-            f"task.strictness=symbolic, but math-verify is not installed ({error})",
-            allowed="the extra 'tasks', or strictness 'standard' or 'strict'",
-            next_step="pip install 'strop[tasks]'",
-        ) from error
     # It warns that its time limits are off: these use SIGALRM, which only main threads have.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify
+    return import_extra("math_verify")
