@@ -75,7 +75,7 @@ def without_signs(text: str | None) -> str:
 @pytest.mark.parametrize(
     ("rule", "probes"),
     [
-        (lambda e, t: last_value(t) == read_value(e.fields["solution"]), {"gold"}),
+        (lambda e, t: last_value(t) == e.fields["solution"], {"gold"}),
         (lambda e, t: last_value(without_signs(t)) == read_value(e.answer), {"gold", "near_miss"}),
         (lambda e, t: last_value(without_signs(t)) == read_value(without_signs(e.answer)), {"near_miss"}),
         (lambda e, t: t == f"The answer is {e.answer}.", {"gold"}),

@@ -37,8 +37,10 @@ _POSES = re.compile(
 )
 """Where a reply poses a problem: its own one again, a part of it, or the next one."""
 _ANSWERS = re.compile(
-    r"\\f?boxed\s*\{(?!\s*[.}]|(?i:(?:your |the )?(?:final )?answer))|#{4,}\s*(?![0-9]+[.):]\s|[A-Z])\S"
-    r"|(?i:\banswer(?:>|[*_]*\s*[:=]|\s+is\b))[\s:*_=(]*(?:[A-D]\b|[^\s.]*[0-9$\\]|\S+(?: \S+)?\s*(?:\n|\Z))"
+    r"\\f?box(?:ed)?\s*(?:[0-9]|\{(?!\s*(?:\}|\.\.)|(?i:(?:your |the )?(?:final )?answer)))"
+    r"|#{4,}\s*(?![0-9]+[.):]\s|[A-Z])\S"
+    r"|(?i:\b(?:answer|(?:right|correct|best) (?:choice|option))(?:>|[*_]*\s*[:=]|\s+is\b))[\s:*_=(]*"
+    r"(?:[A-D]\b|[^\s.]*[0-9$\\]|\S+(?: \S+)?\s*(?:\n|\Z))"
 )
 """What marks an answer: a box, '####', or a sentence with a letter, a formula or at most two words."""
 _MAX_POSED_CHARS = 300

@@ -49,12 +49,12 @@ class Grader(NamedTuple):
 
 def _judge_number(example: Example, text: str, question: str, *, is_marked_so: bool = False) -> Outcome:
     """Compare values. `format_ok`: there is a number, or, if it is to be marked so, one behind '####'."""
-    judged = judged_text(text, question)
+    gold, judged = gold_of(example), judged_text(text, question)
     found = find_number(judged, question)
     if found is None:
         return right_or_wrong(False, format_ok=False)
     is_formed = not is_marked_so or any(number.value is not None for number in marked_numbers(judged))
-    is_correct = found.value is not None and found.value == read_value(gold_of(example))
+    is_correct = found.value is not None and found.value == read_value(gold)
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=found.text)
 
 
@@ -64,12 +64,12 @@ def _judge_formula(example: Example, text: str, question: str, *, strictness: St
     Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about the
         gold answer.
     """
-    answer = find_answer(judged_text(text, question))
+    gold, answer = gold_of(example), find_answer(judged_text(text, question))
     if answer is None:
         return right_or_wrong(False, format_ok=False)
     is_formed = answer.num_marks == 1
     may_count = strictness != "strict" or (answer.is_boxed and is_formed)
-    is_correct = may_count and answers_equal(gold_of(example), answer.text, strictness)
+    is_correct = may_count and answers_equal(gold, answer.text, strictness)
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=answer.text)
 
 
@@ -101,7 +101,9 @@ _MAX_CHOICE_CHARS = 2000
 def _judge_letter(example: Example, text: str, question: str) -> Outcome:
     """Compare letters; `format_ok`: the first line is the letter, maybe in brackets or with a period."""
     judged = normalize("NFKC", judged_text(text, question)).strip()
-    letter = find_letter(judged, example.fields.get("choices", ()))
+    # A repeated question chooses none.
+    is_echo = judged.endswith("Answer:")
+    letter = None if is_echo else find_letter(judged, example.fields.get("choices", ()))
     is_formed = _ALONE.fullmatch(judged.partition("\n")[0]) is not None
     return right_or_wrong(letter == gold_of(example), format_ok=is_formed, extracted=letter)
 
