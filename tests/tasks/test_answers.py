@@ -15,7 +15,7 @@ from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
 from strop.tasks.answers import judged_text
 from strop.tasks.generated import ArithmeticSpec, ReverseTextSpec
-from strop.tasks.mathematics.answers import last_number
+from strop.tasks.mathematics.answers import Number, last_number
 from strop.tasks.prompt import PosedMessage
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import verdict
@@ -61,8 +61,8 @@ def test_last_number(text: str, number: str | None) -> None:
 
 @given(st.integers(-(10**12), 10**12))
 def test_plain_and_grouped_integers_are_found_in_a_sentence(value: int) -> None:
-    assert last_number(f"So it is {value}.") == (str(value), value)
-    assert last_number(f"So it is {value:,}.") == (f"{value:,}", value)
+    assert last_number(f"So it is {value}.") == Number(str(value), Fraction(value))
+    assert last_number(f"So it is {value:,}.") == Number(f"{value:,}", Fraction(value))
 
 
 @given(st.text(alphabet="0123456789-,.$eE+ a)", max_size=40))
