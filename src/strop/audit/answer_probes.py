@@ -86,10 +86,7 @@ async def probe_near_miss(context: AuditContext) -> ProbeResult:
         other = next((one for one in context.examples if one.answer != example.answer), None)
         for gold_text in context.golds(other)[:1] if other else ():
             texts["the answer to another"] = gold_text
-        return texts | {
-            kind: context.in_form(example, str(value if value.denominator == 1 else float(value)))
-            for kind, value in numbers.items()
-        }
+        return texts | {kind: context.in_form(example, str(value)) for kind, value in numbers.items()}
 
     by_kind = await context.judge_kinds(misses)
     nothing = "no right reply and no number is known"

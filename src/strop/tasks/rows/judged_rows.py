@@ -137,7 +137,7 @@ class RowForm(BaseModel):
     """Column of the right answer."""
     answer_in: Literal["all", "behind ####", "the last box"] = "all"
     """Where in the column it stands."""
-    reward: Literal["number", "marked-number", "math", "letter"] | None
+    reward: Literal["number", "marked-number", "math", "letter"] | None = None
     """How it is compared, by `graders`, if the run names no rewards."""
     prompt: str
     """What is asked in a chat: a column of texts or of messages, or a template of fields."""
