@@ -31,7 +31,6 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.mathematics.answers import last_number
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
 from strop.tasks.registry import import_extra
@@ -180,6 +179,8 @@ class Arithmetic(DrawnTask):
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last number of the reply with the sum."""
+        from strop.tasks.mathematics.answers import last_number
+
         judged = text_after_thinking(text) or ""
         number = last_number(judged)
         if number is None:
