@@ -139,15 +139,15 @@ def has_substance(text: str) -> bool:
     return len(_WORD.findall(text)) >= _MIN_WORDS or sum(map(str.isalpha, text)) >= _MIN_LETTERS
 
 
-def _holds(count: int, quantifier: str, bound: int) -> bool:
-    """Compare a count with a bound; 'around' allows a tenth more or less, and one at least."""
+def _holds(count: int, quantifier: str, bound: int, *, slack: int | None = None) -> bool:
+    """Compare a count with a bound; 'around' allows `slack` more or less: a tenth, one at least."""
     return {
         "at least": count >= bound,
         "at most": count <= bound,
         "less than": count < bound,
         "more than": count > bound,
         "exactly": count == bound,
-        "around": abs(count - bound) <= max(round(bound / 10), 1),
+        "around": abs(count - bound) <= (slack or max(round(bound / 10), 1)),
     }[quantifier]
 
 
@@ -181,9 +181,9 @@ def _words_at(text: str, index: int) -> list[str]:
 
 
 def counts_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    """As many sentences as required, and never none."""
+    """As many sentences as required, and never none; 'around' allows one more or less."""
     count = len(sentences(text))
-    return count > 0 and _holds(count, relation, num_sentences)
+    return count > 0 and _holds(count, relation, num_sentences, slack=1)
 
 
 def counts_words(text: str, num_words: int, relation: str) -> bool:
