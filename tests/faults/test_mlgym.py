@@ -128,7 +128,7 @@ def test_tasks_that_lack_a_file_are_refused(tmp_path: Path) -> None:
 def test_a_sandbox_without_python_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = make(tmp_path, 'task.tasks=["pennies"]')
     # As in an image without `python`.
-    monkeypatch.setattr("strop.environments.mlgym.Mlgym._python", lambda *_: ("no-python-here",))
+    monkeypatch.setattr("strop.sandbox.served.ServedSandbox.python_argv", ("no-python-here",))
     failure = attempt(task, tokenizer_of(tmp_path), [call("submit")], max_reply_tokens=4000).outcome.failure
     assert failure is not None
     assert (failure.owner, failure.kind) == (FailureOwner.TASK, "grader_broken")

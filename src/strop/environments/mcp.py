@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ class McpServer:
         """`name` is a command or a URL; `limit_s` limits each request."""
         self._name = name
         self._limit_s = limit_s
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed with the server)
         self._session: asyncio.Task[None] | None = None
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._left = asyncio.Event()
@@ -44,12 +46,8 @@ class McpServer:
         while True:
             page = await self._ask("list_tools", cursor=cursor)
             for tool in page.tools:
-                parameters = {"properties": {}, **tool.input_schema}
-                function = {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": parameters,
-                }
+                named = {"name": tool.name, "description": tool.description or ""}
+                function = {**named, "parameters": {"properties": {}, **tool.input_schema}}
                 schema = {"type": "function", "function": function}
                 schemas[tool.name] = json.dumps(schema, ensure_ascii=False)
             cursor = page.next_cursor
@@ -69,6 +67,7 @@ class McpServer:
         self._left.set()
         if self._session is not None:
             await asyncio.gather(self._session, return_exceptions=True)
+        self._errors.close()
 
     async def _ask(self, method: str, **arguments: Any) -> Any:
         """Call a method of the client, whose session begins with the first. Raises: AttemptFailed."""
@@ -88,7 +87,10 @@ class McpServer:
         except TimeoutError as error:
             kind, why, cause = "tool_timeout", f"no answer after {self._limit_s:g} s", error
         except (MCPError, OSError, ValueError, RuntimeError, ExceptionGroup) as error:
-            kind, why, cause = "mcp_server", repr(error), error
+            self._errors.seek(0)
+            # The last line: older ones are its log, or where an error came from.
+            said = (self._errors.read().strip().splitlines() or ["without a word"])[-1]
+            kind, why, cause = "mcp_server", f"{error!r}; {said}", error
         raise AttemptFailed(FailureOwner.TASK, kind, f"the MCP server {self._name!r:.200}: {why}") from cause
 
     async def _hold(self) -> None:
@@ -99,7 +101,7 @@ class McpServer:
             command, *words = shlex.split(self._name)
             env = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
             parameters = StdioServerParameters(command=command, args=words, env=env)
-            server = stdio_client(parameters)
+            server = stdio_client(parameters, errlog=self._errors)
         # Not by asking first which protocol is newest: simple servers know the handshake alone.
         async with Client(server, mode="legacy") as client:
             self._client.set_result(client)

@@ -51,12 +51,16 @@ class MlgymSpec(RoomSettings, NumberedSection):
         description="Folder of a checkout of MLGym. Nothing in it is changed.",
         json_schema_extra=expert("a checkout may lie anywhere"),
     )
-    tasks: tuple[str, ...] = Field(min_length=1, strict=False, description="Ids of its tasks.")
+    tasks: tuple[str, ...] = Field(
+        min_length=1,
+        strict=False,
+        description="Ids of its tasks.",
+        json_schema_extra=expert("only some have their data here"),
+    )
     image: str | None = Field(
         default=None,
         min_length=1,
-        description="Image with python and the packages of the tasks. none = this host's Python, with its"
-        " standard library only.",
+        description="Image with Python and the tasks' packages. none = this host's Python, without packages.",
         json_schema_extra=expert("tasks need numpy, pandas and more"),
     )
 
@@ -112,9 +116,6 @@ class Mlgym(Workspace):
         found, _ = await self._measure(replace(task, limit_s=self.command_limit_s))
         return f"{task.artefact} {'cannot' if found is None else 'can'} be graded."
 
-    def _python(self, sandbox: ServedSandbox) -> tuple[str, ...]:
-        return ("python",) if self._spec.image else sandbox.python_argv
-
     @override
     async def _judge_work(self) -> Outcome:
         task = self._task_of(self.example)
@@ -144,8 +145,9 @@ class Mlgym(Workspace):
             await _bring(sandbox, others if shipped is None else {**others, task.artefact: shipped})
             nonce = secrets.token_hex(16)
             words = ["--submission_file", task.artefact] if task.is_csv else []
+            python = ("python",) if self._spec.image else sandbox.python_argv
             result = await sandbox.exec(
-                [*self._python(sandbox), "-c", DRIVER, task.evaluation, task.artefact, *words],
+                [*python, "-c", DRIVER, task.evaluation, task.artefact, *words],
                 stdin=f"{nonce}\n".encode(),
                 wall_limit_s=task.limit_s,
             )
@@ -218,17 +220,12 @@ class MlgymTask:
     ceiling: float | None
     """The best possible value; None if unknown."""
 
-    @property
-    def way(self) -> float:
-        """The distance from the baseline to the ceiling, or to zero."""
-        return abs(self.baseline if self.ceiling is None else self.ceiling - self.baseline)
-
     def normalise(self, value: float) -> float:
         """Return the share of the way that a value has gone: from -1 to 1, or more if it cannot be."""
-        gain = value - self.baseline
+        way, gain = abs((self.ceiling or 0.0) - self.baseline), value - self.baseline
         gain = -gain if self.metric.lower() in _LOWER_IS_BETTER else gain
-        share = gain / max(self.way, 1e-9)
-        is_beyond = self.ceiling is not None and gain > (1.0 + _NOISE) * self.way
+        share = gain / max(way, 1e-9)
+        is_beyond = self.ceiling is not None and gain > (1.0 + _NOISE) * way
         return share if is_beyond else min(1.0, max(-1.0, share))
 
 
