@@ -92,16 +92,14 @@ def test_self_test_passes(task: Task) -> None:
     assert run_self_test(task, task.examples(Split.TRAIN)) == []
 
 
-def test_overlapping_splits_are_refused(tmp_path: Path) -> None:
+def test_training_questions_that_are_held_out_too_are_left_out(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", TRAIN)
     # The same question with other white space and another worked answer is the same question.
-    again: dict[str, object] = {
-        "question": "Ida has  3 hens\nand buys 4. How many has she?",
-        "answer": "#### 7",
-    }
+    again = {"question": "Ida has  3 hens\nand buys 4. How many has she?", "answer": "#### 7"}
     write_rows(tmp_path / "test.jsonl", [*TEST, again])
-    with pytest.raises(DataError, match="1 of 2"):
-        gsm8k(tmp_path).examples(Split.TRAIN)
+    task = gsm8k(tmp_path)
+    assert [example.answer for example in task.examples(Split.TRAIN)] == ["2400", "-5"]
+    assert task.counts == {"rows left out, held out too": 1}
 
 
 @pytest.mark.parametrize(("name", "said"), [("missing.jsonl", r"missing\.jsonl"), ("", r"train\*")])
