@@ -1,8 +1,7 @@
 """Tasks: one object that poses and judges problems for training, evaluation and sampling.
 
 A task renders its problems, limits and ends the reply, and judges it; `build_task` makes one from its section
-of the run spec. Data and
-optional packages are loaded when examples are first needed, never on import.
+of the run spec. Data and optional packages are loaded when examples are first needed, never on import.
 Not here: worlds with more than one turn (`environments`), and who generates (`engine`).
 """
 

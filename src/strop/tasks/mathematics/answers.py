@@ -140,6 +140,10 @@ _NUMBER = (
 )
 _NUMBERS = re.compile(_NUMBER)
 _MARKED = re.compile(rf"#{{4,}}\s*(\S[^\n]{{,{_MAX_CHARS}}})")
+_RETRACTS = re.compile(
+    r"\b(?:wait\b|actually|correction|mistake|oops|sorry|let me (?:re|correct|fix|double)|i was wrong)",
+    re.IGNORECASE,
+)
 _BOLD = re.compile(r"\*\*((?:[ \t$(]|\\[(])*(?![0-9]{1,2}[.):]\*)[-\u2212]?[$0-9.][^*\n]{0,60})\*\*")
 _ASIDE = re.compile(
     r"\b(?:for|in|over|after|per|every|each|within|during|(from|at)|of|with|by|across)[ \t]+"
@@ -171,8 +175,10 @@ class Number(NamedTuple):
 
 def find_number(text: str, question: str = "") -> Number | None:
     """Return the number that is the answer; None if there is none."""
-    if numbers := marked_numbers(text):
-        return numbers[-1]
+    # What was marked first counts, unless the reply takes it back and marks another.
+    for part in reversed(_RETRACTS.split(text) if text.count("####") > 1 else [text]):
+        if numbers := marked_numbers(part):
+            return numbers[0]
     found = marked_answer(text)
     return (found and read_number(found.text[:_MAX_CHARS])) or last_number(text, question)
 

@@ -55,6 +55,7 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
         (r"<=|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
         (r">=|\\geq(?:slant)?(?![a-zA-Z])", r"\\ge "),
+        (r"\\[lr]brace(?![a-zA-Z])", lambda brace: r"\{" if "l" in brace[0] else r"\}"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         # Mixed numbers, and arguments without braces.
         (r"(?<![0-9./])([0-9]+)\s+([0-9]+)/([0-9]+)(?![0-9./])", r"\1\\frac{\2}{\3}"),
@@ -63,10 +64,7 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
         (r"(?:,\s*)?(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))", ","),
         # Units; directly behind digits only those that cannot be variables.
         (rf"(?:(?<=[0-9}})])|(?<=\\pi))\s*{_TEXT}\{{{_NO_UNIT}[a-zA-Z./ ()]*\}}{_POWER}$", ""),
-        (
-            rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*|[ck]m|mm|kg|mph){_POWER}$",
-            "",
-        ),
+        (rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*|[ckm]m|kg|mph){_POWER}$", ""),
         (rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 "),
         # Thousands, but '(1,234)' is a pair.
         (
@@ -81,7 +79,7 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
             r"\\frac{\1}{\2}",
         ),
         (
-            r"^(?:\+|\\approx(?![a-zA-Z]))|(?:\\\\\s*)?\\(?:begin|end)\{(?:align|gather|equation|split)\*?\}",
+            r"^(?:\+|\\approx(?![a-zA-Z]))|(?:\\\\\s*)?\\(?:begin|end)\{(?:align|gather|equation|split)[a-z]*\*?\}",
             "",
         ),
         (r"^\{([^{}]*)\}$", r"\1"),
@@ -234,6 +232,8 @@ _REFUSED = re.compile(
     r"|(?<![\\a-zA-Z])(?!(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|[pbv]?matrix|array|cases)(?![a-zA-Z]))"
     r"[a-zA-Z]{3}"
 )
+# It warns that its time limits are off: these use SIGALRM, which only main threads have.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WARM_UP = (r"\frac{1}{2}x^2+\sqrt{3}x-1", r"\left(-\infty,2\right]\cup[3,4)", r"\{1,2\}", r"x\le 2")
 
 
@@ -248,13 +248,14 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
     if ours is None or theirs is None:
         return False
     value, other = _evaluate(ours), _evaluate(theirs)
-    if (
-        value is not None
-        and other is not None
-        and not cmath.isclose(value, other, rel_tol=1e-6, abs_tol=1e-12)
-    ):
-        return False
-    verify = require_math_verify().verify
+    if value is not None and other is not None:
+        if not cmath.isclose(value, other, rel_tol=1e-6, abs_tol=1e-12):
+            return False
+        # The library compares decimals by six digits only.
+        for form, number in ((gold, other), (reply, value)):
+            if (one := parse_exact(form)) and one.unit:
+                return _is_close(one, Number(Fraction(number.real).limit_denominator(10**9), Fraction()))
+    verify = import_extra("math_verify").verify
     return bool(verify(ours, theirs, allow_set_relation_comp=True, timeout_seconds=None))
 
 
@@ -266,7 +267,7 @@ def warm_up() -> None:
 
 @lru_cache(maxsize=1024)
 def _parse(form: str, *, raise_on_error: bool) -> Any:
-    library = require_math_verify()
+    library = import_extra("math_verify")
     given = {"fallback_mode": "no_fallback", "parsing_timeout": None, "raise_on_error": raise_on_error}
     formula = next(iter(library.parse(f"${form}$", [library.LatexExtractionConfig()], **given)), None)
     # Several inequalities of one name are the union of their intervals.
@@ -274,8 +275,9 @@ def _parse(form: str, *, raise_on_error: bool) -> Any:
         with suppress(AttributeError, NotImplementedError, TypeError):
             from sympy import Union
 
-            intervals = [one.as_set() for one in formula.args]
-            return Union(*intervals) if len(formula.free_symbols) == 1 else formula
+            return (
+                Union(*(one.as_set() for one in formula.args)) if len(formula.free_symbols) == 1 else formula
+            )
     return formula
 
 
@@ -294,11 +296,3 @@ def _evaluate(formula: Any) -> complex | None:
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError):
         return None
     return value if cmath.isfinite(value) else None
-
-
-@lru_cache(maxsize=1)
-def require_math_verify() -> Any:
-    """Import math-verify. Raises: ConfigError if it is not installed."""
-    # It warns that its time limits are off: these use SIGALRM, which only main threads have.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return import_extra("math_verify")
