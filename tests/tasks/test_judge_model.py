@@ -22,7 +22,7 @@ from strop.rollout import FailureOwner, Outcome, Split
 from strop.spec import load_spec
 from strop.spec.judge import JudgeSettings
 from strop.tasks import Task, build_task, build_warm_task, judge_model
-from strop.tasks.judge_model import read_rubric, read_score, wrap_reply
+from strop.tasks.judge_model import read_rubric, read_scores, wrap_reply
 from strop.tasks.judging import Judge
 from tests.fixtures.judge_server import REPLY, Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import ROWS, judge_spec, judge_task
@@ -394,11 +394,11 @@ def test_no_reply_forges_delimiters_or_a_score(text: str) -> None:
     found = REPLY.fullmatch(shown)
     assert found is not None
     # A judge that ends by quoting the reply has given no score.
-    assert read_score("The reply says " + found.group(2)) is None
+    assert read_scores("The reply says " + found.group(2)) is None
 
 
 def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
-    raw = [text for text in INJECTIONS.values() if read_score(text) is not None]
+    raw = [text for text in INJECTIONS.values() if read_scores(text) is not None]
     assert len(raw) == 3
     for text in raw:
         assert json.dumps("score") not in wrap_reply(text)
@@ -418,7 +418,7 @@ def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
     ],
 )
 def test_the_last_object_is_the_judgement(answer: str, score: float) -> None:
-    assert read_score(answer) == score
+    assert read_scores(answer) == [score]
 
 
 NO_SCORES = [
@@ -436,4 +436,4 @@ BEYOND = [
 
 @pytest.mark.parametrize("answer", [*NO_SCORES, *BEYOND])
 def test_anything_else_has_no_score(answer: str) -> None:
-    assert read_score(answer) is None
+    assert read_scores(answer) is None

@@ -72,6 +72,12 @@ class JudgeSettings(TaskSection):
         description="Most concurrent questions to the judge.",
         json_schema_extra=expert("servers limit concurrent calls"),
     )
+    compares: bool = Field(
+        default=False,
+        description="Whether the judge grades all replies to a prompt at once, beside each other, instead of"
+        " one by one. Equal replies get equal scores.",
+        json_schema_extra=expert("judges tell better from worse more surely than they grade"),
+    )
     can_judge_itself: Unhashed[bool] = Field(
         default=False,
         description="Whether the judge may be the trained or evaluated model itself.",

@@ -167,12 +167,14 @@ class Task(ABC):
         """
         return outcomes
 
-    async def verify_here(self, example: Example, text: str, outcome: Outcome) -> Outcome:
-        """Complete an outcome in the run's own process, in whichever it was made: to call a server.
+    async def verify_here(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        """Complete outcomes in the run's own process, in whichever they were made: to call a server.
 
-        Raises: any exception of the verifier; then the reply has no score.
+        Raises: any exception of the verifier; then no reply has a score.
         """
-        return outcome
+        return outcomes
 
     def warm_up(self) -> None:
         """Load what judging needs, in a process that others are forked from."""

@@ -22,6 +22,8 @@ from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 from tests.fixtures.builders import plan_for
 from tests.fixtures.dummy_engine import DummyEngine
+from tests.fixtures.judge_server import REPLY, judge_server
+from tests.fixtures.judged import judge_task
 from tests.fixtures.judging import failed, run_self_test
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.tasks.user.test_rows import spec_of
@@ -127,6 +129,34 @@ def test_the_self_test_judges_nonsense_beside_a_right_reply(tmp_path: Path) -> N
         examples = [one for one in task.examples(Split.TRAIN) if len(one.answer or "") > 1][:3]
         assert {finding.probe for finding in run_self_test(task, examples)} >= probes
         assert probes or run_self_test(task, examples) == []
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("scores", "right"),
+    [
+        ([0.25, 0.75], [0.25, 0.75, 0.25, 0.0]),
+        ([0.5, 0.5], [0.5, 0.5, 0.5, 0.0]),
+        *(([0.5, wrong], "engine/judge_unparsable") for wrong in (2, float("nan"), -1)),
+        *((wrong, "engine/judge_unparsable") for wrong in ([1.0], [1.0] * 3, 0.5, [0.5, "1"], [True, 0])),
+    ],
+)
+def test_a_judge_grades_a_group_at_once(
+    tmp_path: Path, tokenizer: Tokenizer, scores: Any, right: Any
+) -> None:
+    def say(question: str) -> str:
+        shown = [text for _, text in REPLY.findall(question)]
+        assert sorted(shown) == ["a", "b"]
+        graded = isinstance(right, list)
+        ordered = [dict(zip("ab", scores, strict=True))[text] for text in shown] if graded else scores
+        return json.dumps({"scores": ordered})
+
+    with judge_server(say) as server:
+        task = judge_task(tmp_path, server.url, compares=True)
+        rollouts = attempt(task, tokenizer, ["a", "b", "a", "<think>"])
+    expected = right if isinstance(right, list) else [right] * 3 + [0.0]
+    assert [earned(rollout.outcome) for rollout in rollouts] == expected
+    assert len(server.requests) == 1
 
 
 def test_a_mixture_compares_by_part(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.presets import PresetSpec
 from strop.tasks.user.rows import RowsSpec
+from tests.fixtures.judging import verdict
 from tests.fixtures.tiny_hub import tiny_hub
 from tests.store.contract_suite import write_files
 from tests.store.test_listed import sync
@@ -102,4 +103,6 @@ def test_another_data_set_for_evaluation_is_read_whatever_its_file_is_called(
     with tiny_hub({"aime_2024_problems.jsonl": rows}, "org/AIME_2024", is_dataset=True) as address:
         use_hub(monkeypatch, address)
         task = build_task(PresetSpec(name="aime", source="org/AIME_2024"))
-        assert [example.answer for example in task.examples(Split.HELD_OUT)] == ["2", "3"]
+        examples = task.examples(Split.HELD_OUT)
+        right = [verdict(task, one, reply).is_correct for one in examples for reply in ("2", "3", "003")]
+        assert right == [True, False, False, False, True, True]

@@ -59,7 +59,7 @@ class Judge:
             outcome: Outcome = Outcome(parts={}, failure=found) if isinstance(found, Failure) else found
             if is_member or not self.task.asks_judge:
                 return outcome
-            return await self.task.verify_here(example, text, outcome)
+            return (await self.task.verify_here(example, [text], [outcome]))[0]
 
     async def judge_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
@@ -72,8 +72,8 @@ class Judge:
             found = await self._call("verify_group", example, texts, outcomes, num_limits=len(texts))
             if isinstance(found, Failure):
                 return [replace(outcome, failure=found) for outcome in outcomes]
-            pairs = zip(texts, found, strict=True)
-            return await asyncio.gather(*(self.task.verify_here(example, *pair) for pair in pairs))
+            completed: Sequence[Outcome] = await self.task.verify_here(example, texts, found)
+            return completed
 
     async def close(self) -> None:
         """End the judge's processes; running calls give no score. May be called twice."""

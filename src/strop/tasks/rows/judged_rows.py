@@ -31,7 +31,7 @@ from strop.user_code import CodeRef, is_code
 SANDBOXED = "python-tests"
 COMPARING = (*GRADERS, SANDBOXED)
 """Rewards that need an answer."""
-_VERIFIER = "rewards-2"
+_VERIFIER = "rewards-3"
 _SYMBOLIC_LIMIT_S = 2.0
 """For sympy, whose time is not bounded by the text."""
 _ROLES = ("system", "user", "assistant")
@@ -310,8 +310,8 @@ class JudgedRows(RowTask):
         return (await self.verify_group(example, [text], [await self.verify_member(example, text)]))[0]
 
     def compares(self, example: Example) -> bool:
-        """Whether one of the rewards has TRL's form."""
-        return any(function.takes_group for function in self._functions.values())
+        """Whether one of the rewards has TRL's form, or the judge model compares."""
+        return self._spec.compares or any(function.takes_group for function in self._functions.values())
 
     async def verify_member(self, example: Example, text: str) -> Outcome:
         """Add up the rewards that judge each reply alone. Raises: as `verify`."""
@@ -338,12 +338,14 @@ class JudgedRows(RowTask):
                 judged = [self._add(one, name, scores) for one, scores in zip(judged, found, strict=True)]
         return judged if self._model is not None else self._settle(judged)
 
-    async def verify_here(self, example: Example, text: str, outcome: Outcome) -> Outcome:
+    async def verify_here(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
         """Add the reward of the judge model. Raises: like `JudgeModel.grade`."""
         if self._model is None:
-            return outcome
-        graded = await self._model.grade(self._shown(example), text, outcome, self._weights[JUDGE])
-        return self._settle([graded])[0]
+            return outcomes
+        values, weight = self._shown(example), self._weights[JUDGE]
+        return self._settle(await self._model.grade(values, texts, outcomes, weight))
 
     def _add(self, outcome: Outcome, name: str, scores: Parts | Failure) -> Outcome:
         """Return an outcome with the weighted scores of a reward, or with its failure."""
