@@ -140,8 +140,8 @@ import strop
 names = [module.name for module in pkgutil.walk_packages(strop.__path__, "strop.")]
 # Programs for environments of others: nothing of strop imports them.
 inside = "strop.environments.guests."
-guests = (f"{inside}for_", f"{inside}saying")
-guests += ("strop.environments.export.taskset", "strop.evaluate.lm_eval_models")
+guests = (f"{inside}for_",)
+guests += ("strop.environments.taskset.strop_taskset", "strop.evaluate.lm_eval_models")
 names = [name for name in names if not name.startswith(guests)]
 for name in names:
     importlib.import_module(name)
