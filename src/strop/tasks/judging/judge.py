@@ -72,8 +72,7 @@ class Judge:
             found = await self._call("verify_group", example, texts, outcomes, num_limits=len(texts))
             if isinstance(found, Failure):
                 return [replace(outcome, failure=found) for outcome in outcomes]
-            completed: Sequence[Outcome] = await self.task.verify_here(example, texts, found)
-            return completed
+            return list(await self.task.verify_here(example, texts, found))
 
     async def close(self) -> None:
         """End the judge's processes; running calls give no score. May be called twice."""

@@ -107,10 +107,15 @@ class WorkerPool:
             raise EOFError
         process, control = self._server
         ours, theirs = Pipe()
-        with theirs:
-            control.send(None)
-            send_handle(control, theirs.fileno(), process.pid)
-        return control.recv(), ours
+        try:
+            with theirs:
+                control.send(None)
+                send_handle(control, theirs.fileno(), process.pid)
+            return control.recv(), ours
+        except (EOFError, OSError):
+            # It is dying: the next try makes another one.
+            self._end_server()
+            raise
 
     async def _start_server(self) -> None:
         """Raises: CheckRefused if the handler cannot be built; EOFError if the pool is closed."""
