@@ -103,39 +103,24 @@ class JudgeModel:
             stored.
         """
         judged = [(text_after_thinking(text) or "").strip() for text in texts]
-        asked = {
-            one for one, outcome in zip(judged, outcomes, strict=True) if one and outcome.failure is None
-        }
+        pairs = zip(judged, outcomes, strict=True)
+        asked = {one for one, outcome in pairs if one and outcome.failure is None}
         # In an order that only the texts decide.
-        order = sorted(asked, key=wrap_reply)
-        questions = [order] if self._spec.compares and order else [[one] for one in order]
+        shown = dict(sorted(((one, wrap_reply(one)) for one in asked), key=lambda pair: pair[1]))
+        alone = [{one: wrapped} for one, wrapped in shown.items()]
+        questions = [shown] if self._spec.compares and shown else alone
         answers = await asyncio.gather(*(self._judge(values, members) for members in questions))
         found = {one: answer for members, answer in zip(questions, answers, strict=True) for one in members}
         return [
-            self._add(outcome, one, weight, *found.get(one, ({}, False)))
+            _add(outcome, one, weight, *found.get(one, ({}, False)))
             for one, outcome in zip(judged, outcomes, strict=True)
         ]
 
-    def _add(
-        self, outcome: Outcome, text: str, weight: float, scores: Mapping[str, float] | Failure, is_kept: bool
-    ) -> Outcome:
-        if outcome.failure is not None:
-            return outcome
-        if not text:
-            return replace(outcome, parts={**outcome.parts, JUDGE: 0.0})
-        metrics = {**outcome.metrics, "judge_cached": float(is_kept), "reply_chars": float(len(text))}
-        failure, part = None, None
-        if isinstance(scores, Failure):
-            failure, metrics[scores.kind] = scores, 1.0
-        else:
-            part, metrics["judge_score"] = weight * scores[text], scores[text]
-        return replace(outcome, parts={**outcome.parts, JUDGE: part}, metrics=metrics, failure=failure)
-
     async def _judge(
-        self, values: Mapping[str, str], replies: Sequence[str]
+        self, values: Mapping[str, str], replies: Mapping[str, str]
     ) -> tuple[Mapping[str, float] | Failure, bool]:
-        """Return the scores of replies that one question shows, and whether they were known."""
-        named = {**values, "reply": "\n\n".join(map(wrap_reply, replies))}
+        """Return the scores of replies that one question shows, wrapped so, and whether they were known."""
+        named = {**values, "reply": "\n\n".join(replies.values())}
         question = _PLACE.sub(lambda match: named[match.group(1)], self._rubric).rstrip()
         question = f"{question}\n\n{self._contract}"
         key = hashlib.sha256(f"{self.digest}\0{question}".encode()).hexdigest()
@@ -267,6 +252,22 @@ def read_scores(answer: str, num: int | None = None) -> Sequence[float] | None:
     # NaN lies nowhere.
     is_sound = all(type(one) in (int, float) and 0.0 <= one <= 1.0 for one in scores)
     return list(map(float, scores)) if is_sound else None
+
+
+def _add(
+    outcome: Outcome, text: str, weight: float, scores: Mapping[str, float] | Failure, is_kept: bool
+) -> Outcome:
+    if outcome.failure is not None:
+        return outcome
+    if not text:
+        return replace(outcome, parts={**outcome.parts, JUDGE: 0.0})
+    metrics = {**outcome.metrics, "judge_cached": float(is_kept), "reply_chars": float(len(text))}
+    failure, part = None, None
+    if isinstance(scores, Failure):
+        failure, metrics[scores.kind] = scores, 1.0
+    else:
+        part, metrics["judge_score"] = weight * scores[text], scores[text]
+    return replace(outcome, parts={**outcome.parts, JUDGE: part}, metrics=metrics, failure=failure)
 
 
 def _last_object(text: str) -> dict[str, Any]:

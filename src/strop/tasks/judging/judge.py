@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,8 +30,8 @@ class Judge:
     def __init__(self, task: Task, make_task: Callable[[], Task] | None = None) -> None:
         """`make_task`: picklable, builds an equal task, warm, in other processes; None: there are none."""
         self.task = task
-        self.busy, self._is_timed = BusyClock(), False
-        """Runs while at least one reply is being judged, if this judge has its own clock."""
+        self.busy = BusyClock()
+        """Runs while at least one reply is being judged."""
         limit_s = task.limits.verify_limit_s
         self.pool: WorkerPool | None = None
         if make_task is not None and limit_s is not None:
@@ -45,7 +44,7 @@ class Judge:
     def with_own_clock(self) -> Judge:
         """Return this judge, with the same processes and another clock."""
         judge = copy.copy(self)
-        judge.busy, judge._is_timed = BusyClock(), True
+        judge.busy = BusyClock()
         return judge
 
     async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
@@ -54,7 +53,7 @@ class Judge:
         `is_member`: only what the replies beside it do not matter for; `judge_group` judges the rest.
         Raises: any exception of the verifier, if it runs in this process; a sandbox's gives no score.
         """
-        with self.busy.running() if self._is_timed else nullcontext():
+        with self.busy.running():
             found = await self._call("verify_member" if is_member else "verify", example, text)
             outcome: Outcome = Outcome(parts={}, failure=found) if isinstance(found, Failure) else found
             if is_member or not self.task.asks_judge:
@@ -68,7 +67,7 @@ class Judge:
 
         Each reply has its share of the time. Raises: like `judge`.
         """
-        with self.busy.running() if self._is_timed else nullcontext():
+        with self.busy.running():
             found = await self._call("verify_group", example, texts, outcomes, num_limits=len(texts))
             if isinstance(found, Failure):
                 return [replace(outcome, failure=found) for outcome in outcomes]
