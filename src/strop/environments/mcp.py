@@ -15,10 +15,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from strop.environments.tools import ToolError, require_package, run_here
+from strop.environments.tools import ToolError, run_here
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner, ToolCall
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.registry import import_extra
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -127,7 +128,7 @@ def find_served_tools(servers: Sequence[str], limit_s: float) -> dict[str, tuple
         return served
 
     if servers:
-        require_package("mcp", extra="mcp")
+        import_extra("mcp", "mcp")
     try:
         return run_here(ask_all())
     except (AttemptFailed, ValueError) as error:

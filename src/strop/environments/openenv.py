@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from strop.environments.contract import Done, NumberedSection
-from strop.environments.tools import read_objects, require_package
+from strop.environments.tools import read_objects
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.spec.base import FreeTable, expert
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.registry import import_extra
 from strop.tasks.task import TaskLimits
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Openenv:
     max_turns = 30
 
     def __init__(self, spec: OpenenvSpec) -> None:
-        require_package("websockets", extra="openenv")
+        import_extra("websockets", "openenv")
         self._spec = spec
         self._socket: ClientConnection | None = None
         self._rewards: list[float | None] = []

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -123,16 +122,6 @@ def _refuse(problem: str, allowed: str) -> ConfigError:
         allowed=f"a tool with {allowed}",
         next_step="correct it, or begin its name with _ if it is no tool",
     )
-
-
-def require_package(name: str, extra: str) -> None:
-    """Require a package that an environment speaks by. Raises: ConfigError naming strop's extra."""
-    if find_spec(name) is None:
-        raise ConfigError(
-            f"the package {name}, which the environment needs, is not installed",
-            allowed=f"an installation with the extra '{extra}'",
-            next_step=f"pip install 'strop[{extra}]'",
-        )
 
 
 def run_here(work: Coroutine[Any, Any, Returned]) -> Returned:
