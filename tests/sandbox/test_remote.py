@@ -153,7 +153,7 @@ def test_programs_are_judged_there() -> None:
             wall_s=60.0,
         )
         verdict = asyncio.run(judge_python(job, min_isolation="rlimit", sandbox="remote"))
-        assert verdict.is_right is is_right, verdict
+        assert verdict.is_correct is is_right, verdict
         assert verdict.isolation == ("namespace" if BACKEND == "bubblewrap" else "rlimit")
     with pytest.raises(SandboxRefused) as caught:
         asyncio.run(judge_python(job, min_isolation="vm", sandbox="remote"))

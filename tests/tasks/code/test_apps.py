@@ -35,7 +35,7 @@ SWAP = row(
 )
 ONE_TEST = row("Say 1.", "print(1)", {"inputs": [""], "outputs": ["1"]})
 NO_TEST = {**row("Say 2.", "print(2)", {}), "input_output": "", "solutions": ""}
-EASY = row("Say 3.", "print(3)", {"inputs": ["", " "], "outputs": ["3", "3"]}, difficulty="introductory")
+EASY = row("Say 3.", "print(3)", {"inputs": ["", " "], "outputs": ["3", "3"]})
 
 
 def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> CodeTask:

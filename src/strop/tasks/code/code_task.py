@@ -12,10 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
 from strop.rollout import Example, Outcome, Split, make_example
-from strop.spec.base import Unhashed, expert
+from strop.spec.base import Unhashed
 from strop.spec.task import CodeTaskSection, EvaluationRows, TrainingRows
 from strop.tasks.code.extraction import (
     WALL_S,
@@ -37,7 +35,7 @@ _MAX_WALL_S, _TEST_S = 60.0, 3.0
 """Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
 _MAX_TESTS_BYTES = 8 << 20
 """Few problems have larger tests, which each verdict sends to a sandbox."""
-_VERIFIER = "python-programs-2"
+_VERIFIER = "python-programs-3"
 
 
 class MbppSpec(CodeTaskSection, TrainingRows):
@@ -59,11 +57,6 @@ class AppsSpec(CodeTaskSection, TrainingRows):
 
     name: Literal["apps"]
     source: Unhashed[str] = published("codeparrot/apps")
-    difficulty: Literal["introductory", "interview", "competition"] | None = Field(
-        default=None,
-        description="Only problems that the data calls so. none = all.",
-        json_schema_extra=expert("the easy problems alone are a task for small models"),
-    )
 
 
 class CodeTask(RowTask):
@@ -81,7 +74,7 @@ class CodeTask(RowTask):
         self._ending: str = data.get("ending", "")
         reading = RowReading(
             layout=DataLayout(train=tuple(data["train"]), held_out=tuple(data["held_out"])),
-            to_example=self._to_example,
+            to_example={"mbpp": _to_mbpp, "humaneval": _to_humaneval, "apps": _to_apps}[spec.name],
             question=lambda example: str(data["prompt"].format(**self.prompt_fields(example))),
         )
         limits = TaskLimits(
@@ -119,18 +112,6 @@ class CodeTask(RowTask):
         """Return the fields of an example, and its shown tests as one text."""
         shown = example.fields.get("tests", [])[: example.fields.get("num_shown")]
         return {**example.fields, "tests": "\n".join(shown)}
-
-    def _to_example(self, row: Row) -> Example | str:
-        if not isinstance(self._spec, AppsSpec):
-            return _to_mbpp(row) if isinstance(self._spec, MbppSpec) else _to_humaneval(row)
-        if self._spec.difficulty not in {None, row.values.get("difficulty")}:
-            return "another difficulty"
-        if len(optional_text(row, "input_output")) > _MAX_TESTS_BYTES:
-            return "tests too large"
-        example = _to_apps(row)
-        # A program with a constant output passes a single test.
-        least = 2 if row.split is Split.TRAIN else 1
-        return example if example.fields["num_tests"] >= least else f"fewer than {least} tests"
 
 
 def _to_mbpp(row: Row) -> Example:
@@ -176,7 +157,7 @@ def _to_humaneval(row: Row) -> Example:
     return make_example("humaneval", fields, body)
 
 
-def _to_apps(row: Row) -> Example:
+def _to_apps(row: Row) -> Example | str:
     (question,) = require_texts(row, "question")
     starter, text, solutions = (
         optional_text(row, key) for key in ("starter_code", "input_output", "solutions")
@@ -192,6 +173,11 @@ def _to_apps(row: Row) -> Example:
             f"{row.place} is not in the schema of APPS: {error}",
             allowed="JSON: `input_output` with `inputs` and `outputs` of one length, `solutions` of texts",
         ) from error
+    if len(text) > _MAX_TESTS_BYTES:
+        return "tests too large"
+    # A program with a constant output passes a single test.
+    if tests.num_tests < (least := 2 if row.split is Split.TRAIN else 1):
+        return f"fewer than {least} tests"
     form = "Write a program that reads from standard input and writes to standard output."
     for name in tests.names:
         form = f"Write a function `{name}`; it is called with the arguments, and returns the result."

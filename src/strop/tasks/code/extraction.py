@@ -24,7 +24,7 @@ from strop.rollout import Outcome
 from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.code.judge import JudgeJob, judge_python
-from strop.tasks.code.runner import RESULTS
+from strop.tasks.code.runner import TIMED_OUT
 from strop.tasks.task import right_or_wrong
 
 MAX_CODE_CHARS = 100_000
@@ -343,17 +343,8 @@ async def judge_reply(text: str, job: JudgeJob, spec: SandboxSettings, head: str
     if code is None:
         return right_or_wrong(is_correct=False, format_ok=False)
     job = replace(job, source=join_code(job.source, code))
-    verdict = await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
-    return replace(
-        right_or_wrong(verdict.is_right, format_ok=True, extracted=code),
-        timed_out=verdict.num_timed_out > 0,
-        isolation=verdict.isolation,
-        metrics={
-            **{f"tests_{name}": getattr(verdict, f"num_{name}") for name in RESULTS},
-            "tests_total": verdict.num_tests,
-            "tests_passed_frac": verdict.num_passed / max(1, verdict.num_tests),
-        },
-    )
+    outcome = await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
+    return replace(outcome, extracted=code, timed_out=outcome.metrics[f"tests_{TIMED_OUT}"] > 0)
 
 
 def fence(code: str) -> str:

@@ -11,16 +11,18 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from strop.errors import DataError, SandboxError, SandboxLost, SandboxRefused
 from strop.hardware import describe_machine
+from strop.rollout import Outcome
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
-from strop.tasks.code.runner import PACKAGES_DIR
+from strop.tasks.code.runner import ERRORED, PACKAGES_DIR, PASSED, RESULTS, TIMED_OUT
+from strop.tasks.task import right_or_wrong
 
 _START_LIMIT_S = 5.0
 """Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""
@@ -57,40 +59,14 @@ class JudgeJob:
     """Limit of one test."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeVerdict:
-    """How many tests had which result."""
-
-    isolation: str
-    """Level of the sandbox, as in run files."""
-    num_passed: int = 0
-    num_failed: int = 0
-    """Tests with a wrong answer."""
-    num_errored: int = 0
-    """Tests that raised, crashed or could not begin."""
-    num_timed_out: int = 0
-
-    @property
-    def num_tests(self) -> int:
-        """All of them."""
-        return self.num_passed + self.num_failed + self.num_errored + self.num_timed_out
-
-    @property
-    def is_right(self) -> bool:
-        """Whether every test passed."""
-        return self.num_passed == self.num_tests > 0
-
-
 @lru_cache(maxsize=8)
 def _places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
     """Return the places for programs that a loop judges at once, as many as there are processors."""
     return asyncio.Semaphore(describe_machine().num_logical_cpus)
 
 
-async def judge_python(
-    job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto"
-) -> JudgeVerdict:
-    """Run a program's tests in a fresh sandbox.
+async def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto") -> Outcome:
+    """Run a program's tests in a fresh sandbox. It is right if every test passed; `metrics` counts them.
 
     Raises: SandboxRefused if the backend `sandbox` has no such level, or cannot show numpy to a program that
     imports it; SandboxError if it, or the judge in it, failed; DataError if the tests pass the program what
@@ -124,20 +100,19 @@ async def judge_python(
         except SandboxLost as error:
             if error.kind != ExecKind.FROM_INSIDE:
                 raise
-            return _silent_verdict(job, ExecKind.FROM_INSIDE, isolation)
+            return _to_outcome({ERRORED: job.num_tests}, isolation)
         return read_verdict(job, nonce, result, isolation)
 
 
 def _numpy_mounts() -> tuple[Mount, ...]:
     """Return the mounts of numpy, if it is installed here, with the `.libs` folder of its wheel."""
     spec = find_spec("numpy")
-    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
-    folders = (folder for place in places for folder in (place, place.with_name("numpy.libs")))
-    mounts = (Mount(host_path=str(one), inside_path=f"{PACKAGES_DIR}/{one.name}") for one in folders)
-    return tuple(mount for mount in mounts if Path(mount.host_path).is_dir())
+    package = Path((spec and spec.origin) or "/").parent
+    folders = [one for one in (package, Path(f"{package}.libs")) if spec and one.is_dir()]
+    return tuple(Mount(host_path=str(one), inside_path=f"{PACKAGES_DIR}/{one.name}") for one in folders)
 
 
-def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:
+def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> Outcome:
     """Return the runner's verdict; if there is none, the verdict on a program that ended its judge.
 
     Raises: SandboxError if there is none and the program did not cause that; DataError like `judge_python`.
@@ -151,10 +126,10 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
             allowed="tests that pass numbers, texts, lists and other plain values to the program",
             next_step="rewrite the tests; the reply has no score",
         )
-    counts = {f"num_{kind}": number for kind, number in found.get("counts", {}).items()}
+    counts = found.get("counts", {})
     # Tests may have collected more of them, never fewer.
-    if (verdict := JudgeVerdict(isolation=isolation, **counts)).num_tests >= job.num_tests:
-        return verdict
+    if sum(counts.values()) >= job.num_tests:
+        return _to_outcome(counts, isolation)
     own_error = result.kind is ExecKind.EXITED and 0 <= (result.exit_code or 0) <= _MAX_EXIT_CODE
     if not said or own_error:
         errors = " ".join(result.stderr.decode(errors="replace").split())[-400:]
@@ -164,13 +139,20 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
             allowed="a verdict for every program that was started",
             next_step="look whether this host has memory and processes to spare; the reply has no score",
         )
-    return _silent_verdict(job, result.kind, isolation)
+    # The program killed or stopped its judge, or took the memory of both.
+    ending = TIMED_OUT if result.kind is ExecKind.TIMED_OUT else ERRORED
+    return _to_outcome({ending: job.num_tests}, isolation)
 
 
-def _silent_verdict(job: JudgeJob, kind: ExecKind, isolation: str) -> JudgeVerdict:
-    """Return the verdict on a program that killed or stopped its judge, or took the memory of both."""
-    field = "num_timed_out" if kind is ExecKind.TIMED_OUT else "num_errored"
-    return JudgeVerdict(isolation=isolation, **{field: job.num_tests})
+def _to_outcome(counts: Mapping[str, int], isolation: str) -> Outcome:
+    """Return what a program is worth that so many tests ended with each result."""
+    metrics = {f"tests_{name}": counts.get(name, 0) for name in RESULTS}
+    passed, total = counts.get(PASSED, 0), sum(counts.values())
+    return replace(
+        right_or_wrong(passed == total > 0, format_ok=True),
+        isolation=isolation,
+        metrics={**metrics, "tests_total": total, "tests_passed_frac": passed / max(1, total)},
+    )
 
 
 @cache

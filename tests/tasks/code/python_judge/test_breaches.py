@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from strop.errors import SandboxLost
-from strop.rollout import FailureOwner
+from strop.rollout import FailureOwner, Outcome
 from strop.sandbox.daemon import SCRATCH_BASES
-from strop.tasks.code.judge import JudgeJob, JudgeVerdict, judge_python
+from strop.tasks.code.judge import JudgeJob, judge_python
 from strop.tasks.failures import to_failure
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 MODES = ["statements", "programs"]
 
 
-def judged(mode: str, check: str) -> JudgeVerdict:
+def judged(mode: str, check: str) -> Outcome:
     """Judge a program that is right if the function `breached` of a check returns true."""
     if mode == "statements":
         source = f"def f(x): return 2 * x\n{check}\nif not breached():\n    def f(x): raise RuntimeError"
@@ -109,9 +109,9 @@ def test_a_program_changes_nothing_of_its_judge_and_reads_nothing_private(mode: 
     for folder in (tmp_path, *tmp_path.parents):
         with suppress(PermissionError):
             folder.chmod(folder.stat().st_mode | 0o055)
-    assert judged(mode, "def breached(): return True").is_right
+    assert judged(mode, "def breached(): return True").is_correct
     named = f"CANARY = {str(canary)!r}"
-    found = {kind for kind, check in BREACHES.items() if judged(mode, named + check).num_passed}
+    found = {kind for kind, check in BREACHES.items() if judged(mode, named + check).metrics["tests_passed"]}
     assert found == set()
 
 
@@ -183,7 +183,9 @@ def test_a_program_reaches_no_socket_and_no_name_outside(doors: dict[str, str]) 
         exec(REACH + check, names)
         assert names["breached"]() is True  # From a plain process it does.
     checks = {**doors, **OUTWARDS}
-    assert {one for one in checks if judged("statements", REACH + checks[one]).num_passed} == set()
+    assert {
+        one for one in checks if judged("statements", REACH + checks[one]).metrics["tests_passed"]
+    } == set()
 
 
 PLACES = """
@@ -263,7 +265,7 @@ def with_marker(text: str, seconds: float, marker: str) -> str:
     return (PLACES + text).replace("SECONDS", str(seconds)).replace("MARKER", marker)
 
 
-def write_beside(pool: ThreadPoolExecutor, seconds: float, marker: str) -> Future[JudgeVerdict]:
+def write_beside(pool: ThreadPoolExecutor, seconds: float, marker: str) -> Future[Outcome]:
     """Begin to judge a program that leaves a word everywhere, and a process that ends at no signal."""
     writer = with_marker(f"{WRITER}def breached(): return False", seconds, marker)
     writing = pool.submit(judged, "statements", writer)
@@ -277,8 +279,8 @@ def test_a_judgement_finds_no_traces_of_another_and_leaves_none() -> None:
         writing = write_beside(pool, 3.0, marker)
         read = [with_marker(READER, seconds, marker) for seconds in (1.0, 0.0)]
         beside = judged("programs", read[0])
-        assert (beside.num_passed, writing.result().num_passed) == (0, 0)
-    assert judged("statements", read[1]).num_passed == 0
+        assert (beside.metrics["tests_passed"], writing.result().metrics["tests_passed"]) == (0, 0)
+    assert judged("statements", read[1]).metrics["tests_passed"] == 0
     wait_for(lambda: find_processes(marker), is_there=False)
     tops = [Path(top) for top in {"/tmp", *map(str, SCRATCH_BASES)}]
     assert [path for top in tops for depth in ("", "*/", "*/*/") for path in top.glob(depth + marker)] == []

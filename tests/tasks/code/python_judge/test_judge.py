@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from strop.errors import DataError, SandboxError
+from strop.errors import SandboxError
+from strop.rollout import Outcome
 from strop.sandbox import ExecKind, ExecResult
-from strop.tasks.code.judge import JudgeJob, JudgeVerdict, judge_python, read_verdict
-from strop.tasks.code.runner import is_same_output, is_same_value
+from strop.tasks.code.judge import JudgeJob, judge_python, read_verdict
+from strop.tasks.code.runner import RESULTS, is_same, is_same_output
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.sandboxes import needs_podman
 
 
-def judged(source: str, *tests: str, level: Any = None, **given: Any) -> JudgeVerdict:
+def judged(source: str, *tests: str, level: Any = None, **given: Any) -> Outcome:
     words = {"names": ("f",), "wall_s": 60.0, **given}
     job = JudgeJob(source=source, tests=tests, num_tests=len(tests), **words)
     return asyncio.run(judge_python(job, min_isolation=level or best_level()))
@@ -24,7 +25,7 @@ def judged(source: str, *tests: str, level: Any = None, **given: Any) -> JudgeVe
 
 def run_tests(
     source: str, inputs: list[Any], outputs: list[Any], name: str = "", level: Any = None, **more: Any
-) -> JudgeVerdict:
+) -> Outcome:
     job = JudgeJob(
         source=source,
         names=(name,) if name else (),
@@ -36,8 +37,8 @@ def run_tests(
     return asyncio.run(judge_python(job, min_isolation=level or best_level()))
 
 
-def counts(verdict: JudgeVerdict) -> tuple[int, int, int, int]:
-    return verdict.num_passed, verdict.num_failed, verdict.num_errored, verdict.num_timed_out
+def counts(verdict: Outcome) -> tuple[float, ...]:
+    return tuple(verdict.metrics[f"tests_{name}"] for name in RESULTS)
 
 
 HONEST = {
@@ -60,16 +61,16 @@ HONEST = {
         "assert list(f(3)) == [0, 1, 2] and sum(f(3)) == 3",
     ),
     "type as argument": ("def f(x, t): return type(x) is t", "assert f(1, int) and not f('1', int)"),
-    "exception": (
-        "def f(x): raise ValueError('no')",
-        "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'no'\nelse:\n    assert 0",
-    ),
     "big number": ("def f(n): return 10 ** n", "assert f(6000) == 10 ** 6000"),
     "prints": ("def f(x):\n  print('x' * 10**6)\n  return x", "assert f(1) == 1"),
     "main block": ("def f(x): return x\nif __name__ == '__main__':\n  f(input())", "assert f(1) == 1"),
     "data class": (
         "from dataclasses import dataclass\n@dataclass\nclass P:\n  a: int\ndef f(x): return P(x)",
         "assert f(3).a == 3",
+    ),
+    "standard library": (
+        "import datetime, decimal\ndef f(x): return datetime.date(x, 2, 3), decimal.Decimal('1.5')",
+        "import datetime, decimal\nassert f(2024) == (datetime.date(2024, 2, 3), decimal.Decimal('1.50'))",
     ),
     "state": ("n = []\ndef f(x):\n  n.append(x)\n  return n", "assert f(1) == [1] and f(2) == [1, 2]"),
 }
@@ -78,7 +79,7 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_program_passes(name: str) -> None:
     verdict = judged(*HONEST[name])
-    assert verdict.is_right
+    assert verdict.is_correct
 
 
 def test_classes_of_the_program_are_used_by_tests_and_setup() -> None:
@@ -247,8 +248,8 @@ def test_an_attack_earns_nothing(name: str) -> None:
     verdict = judged(
         ATTACKS[name], "assert f(1) == 2", "assert f(1) in [2]", "assert not f(1) != 2", wall_s=1.5
     )
-    assert verdict.num_passed == 0
-    assert verdict.num_tests == 3
+    assert verdict.metrics["tests_passed"] == 0
+    assert verdict.metrics["tests_total"] == 3
 
 
 PLANTS = """
@@ -308,7 +309,7 @@ def test_tampering_changes_no_reward(name: str) -> None:
         source = f"def f(x): return {value}"
         tests = ("assert f(1) == 2", "assert f(2) in [2]")
         untouched = judged(source, *tests)
-        assert untouched.num_passed == passed
+        assert untouched.metrics["tests_passed"] == passed
         assert counts(judged(TAMPERING[name] + source, *tests)) == counts(untouched)
 
 
@@ -334,7 +335,7 @@ def test_a_program_finds_no_expected_value() -> None:
     verdict = judged(FIND_EXPECTED, "assert f(1) == 'secret-4711'")
     assert counts(verdict) == (0, 1, 0, 0)
     # It would have found it, had it been there.
-    assert judged(FIND_EXPECTED + "kept = ['secret-4711']", "assert f(1) == 'secret-4711'").is_right
+    assert judged(FIND_EXPECTED + "kept = ['secret-4711']", "assert f(1) == 'secret-4711'").is_correct
 
 
 def test_a_program_has_no_descriptor_of_its_judge() -> None:
@@ -365,7 +366,7 @@ def test_a_forged_reply_is_a_value_at_most() -> None:
         "{'value': {'t': 'ref', 'v': -1}}",
         "{'raised': 7}",
     ):
-        assert judged(source % forged, "assert f(1) == 2").num_passed == 0
+        assert judged(source % forged, "assert f(1) == 2").metrics["tests_passed"] == 0
 
 
 def test_names_of_the_data_set_are_not_the_programs_to_change() -> None:
@@ -387,12 +388,7 @@ def test_what_raises_while_a_program_is_loaded_and_examples_of_its_use_decide_no
         "n = int(input())\nassert f(1) == 3\nfor x in range(9**99): f(x)\nprint(1 / 0)\nsys.exit(f(1))\n"
         "def main():\n  while 1:\n    try: print(f(int(input())))\n    except: pass\nmain()"
     )
-    assert judged(source, "assert f(1) == 2").is_right
-
-
-def test_tests_that_pass_no_plain_value_give_no_score() -> None:
-    with pytest.raises(DataError, match="a function, which is no plain value"):
-        judged("def f(x): return x(1)", "assert f(lambda x: x) == 1")
+    assert judged(source, "assert f(1) == 2").is_correct
 
 
 PROGRAM = "n = int(input())\nprint(n * 2)"
@@ -415,7 +411,7 @@ def test_a_program_reads_and_prints() -> None:
     ],
 )
 def test_ways_to_read_and_print(source: str) -> None:
-    assert run_tests(source, ["1\n", "2\n"], ["2", "4"]).is_right
+    assert run_tests(source, ["1\n", "2\n"], ["2", "4"]).is_correct
 
 
 @pytest.mark.parametrize(
@@ -440,7 +436,7 @@ def test_programs_that_do_not_pass(source: str, expected: tuple[int, int, int, i
 
 def test_one_programs_files_and_state_do_not_reach_the_next_run() -> None:
     source = "import sys\nn = getattr(sys, 'kept', 0) + 1\nsys.kept = n\nprint(n)"
-    assert run_tests(source, ["", ""], ["1", "1"]).is_right
+    assert run_tests(source, ["", ""], ["1", "1"]).is_correct
 
 
 @pytest.mark.parametrize(
@@ -455,14 +451,14 @@ def test_one_programs_files_and_state_do_not_reach_the_next_run() -> None:
     ],
 )
 def test_a_function_is_called(source: str, is_right: bool) -> None:
-    assert run_tests(source, [[1, 2], [3, 4]], [3, [7]], name="add").is_right is is_right
+    assert run_tests(source, [[1, 2], [3, 4]], [3, [7]], name="add").is_correct is is_right
 
 
 def test_arguments_and_results_are_json() -> None:
     source = "def swap(table): return {value: key for key, value in table.items()}, (1, 2)"
     # Keys that are whole numbers come back as such; a result's keys are compared as texts.
     verdict = run_tests(source, [[{"1": 5, "2": 6}]], [[{"5": 1, "6": 2}, [1, 2]]], name="swap")
-    assert verdict.is_right
+    assert verdict.is_correct
 
 
 def test_numbers_of_many_digits_are_read() -> None:
@@ -473,8 +469,8 @@ def test_numbers_of_many_digits_are_read() -> None:
         input_output=f'{{"inputs": [[{number}]], "outputs": [1{"0" * 5000}]}}',
         num_tests=1,
     )
-    assert asyncio.run(judge_python(job, min_isolation=best_level())).is_right
-    assert run_tests("print(int(input()) + 1)", [number], ["1" + "0" * 5000]).is_right
+    assert asyncio.run(judge_python(job, min_isolation=best_level())).is_correct
+    assert run_tests("print(int(input()) + 1)", [number], ["1" + "0" * 5000]).is_correct
 
 
 @pytest.mark.slow
@@ -482,11 +478,11 @@ def test_numbers_of_many_digits_are_read() -> None:
 def test_a_container_judges_as_other_sandboxes_do() -> None:
     for source, is_right in (("import numpy\ndef f(x): return x + 1", True), ("def f(x): return x", False)):
         verdict = run_tests(source, [[1]], [2], "f", level="container")
-        assert (verdict.is_right, verdict.isolation) == (is_right, "container"), verdict
+        assert (verdict.is_correct, verdict.isolation) == (is_right, "container"), verdict
 
 
 @pytest.mark.parametrize(
-    ("got", "expected", "is_same"),
+    ("got", "expected", "is_right"),
     [
         ("1 2\n3", "1\n2 3\n", True),
         ("1 2", "2 1", False),
@@ -495,7 +491,9 @@ def test_a_container_judges_as_other_sandboxes_do() -> None:
         ("0.3333", "0.33333333", False),
         ("1000001", "1000000", False),
         ("1000000.0", "1000000", True),
-        ("1e6", "1000000", False),
+        ("1e+16", "10000000000000000", True),
+        ("9" * 4000, "9" * 3999 + "8", False),
+        ("01" * 60_000, "01" * 60_000, True),
         ("3", "3.0", True),
         ("-5", "5", False),
         ("-0", "0", True),
@@ -507,19 +505,17 @@ def test_a_container_judges_as_other_sandboxes_do() -> None:
         ("", "1", False),
     ],
 )
-def test_outputs_by_hand(got: str, expected: str, is_same: bool) -> None:
-    assert is_same_output(got, expected) is is_same
+def test_outputs_by_hand(got: str, expected: str, is_right: bool) -> None:
+    assert is_same_output(got, expected) is is_right
 
 
 @pytest.mark.parametrize(
-    ("got", "expected", "is_same"),
+    ("got", "expected", "is_right"),
     [
         ((1, 2), [1, 2], True),
         ([2, 1], [1, 2], False),
         ({1: "a"}, {"1": "a"}, True),
         ({1: "a"}, {"1": "a", "2": "b"}, False),
-        (3, [3], True),
-        ([3], [[3]], True),
         ([3], 3, False),
         (0.1 + 0.2, 0.3, True),
         (0.31, 0.3, False),
@@ -529,8 +525,8 @@ def test_outputs_by_hand(got: str, expected: str, is_same: bool) -> None:
         ({1}, [1], False),
     ],
 )
-def test_values_by_hand(got: Any, expected: Any, is_same: bool) -> None:
-    assert is_same_value(got, expected) is is_same
+def test_values_by_hand(got: Any, expected: Any, is_right: bool) -> None:
+    assert is_same(got, expected) is is_right
 
 
 def result(stdout: str, kind: ExecKind, exit_code: int | None = None, stderr: str = "") -> ExecResult:
