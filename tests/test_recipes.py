@@ -198,7 +198,7 @@ def test_replies_are_graded_by_the_rubric(run: Run, folder: Path, roomy_model_di
 
 
 HUB_FOLDERS = {
-    name: [file.partition("/")[0] for file in read_preset(name).layout.train] for name in ("gsm8k", "math")
+    name: [file.partition("/")[0] for file in read_preset(name).train] for name in ("gsm8k", "math")
 }
 
 

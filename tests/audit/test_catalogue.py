@@ -12,7 +12,7 @@ from strop.audit import AuditReport, AuditSettings, ProbeStatus, run_audit
 from strop.spec import TaskSpec
 from strop.tasks import build_task
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
-from strop.tasks.presets import MathSpec, PresetSpec
+from strop.tasks.presets import PresetSpec
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.test_tasks import ALL_ROWS
 from tests.tasks.mathematics.test_tasks import math_row
@@ -40,12 +40,12 @@ TASKS: dict[str, tuple[type[Any], list[Row]]] = {
         PresetSpec,
         [{"question": problem(n), "answer": f"We count.\n#### {answer(n):,}"} for n in NUMBERS],
     ),
-    "math": (MathSpec, [math_row(problem(n), f"\\frac{{{answer(n)}}}{{7}}") for n in NUMBERS]),
+    "math": (PresetSpec, [math_row(problem(n), f"\\frac{{{answer(n)}}}{{7}}") for n in NUMBERS]),
     "math500": (
-        MathSpec,
+        PresetSpec,
         [solved(n, solution=f"\\boxed{{{answer(n)}}}", subject="Algebra", level=2) for n in NUMBERS],
     ),
-    "deepscaler": (MathSpec, [solved(n, solution="...") for n in NUMBERS]),
+    "deepscaler": (PresetSpec, [solved(n, solution="...") for n in NUMBERS]),
     "aime": (PresetSpec, [solved(n) for n in NUMBERS]),
     "mmlu": (
         PresetSpec,

@@ -156,7 +156,7 @@ class SometimesLate(Judge):
         self.every = every
         self.num = 0
 
-    async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
+    async def judge(self, example: Example, text: str) -> Outcome:
         self.num += 1
         if self.num % self.every == 0:
             return Outcome.lost(FailureOwner.TASK, "verifier_timeout", "no verdict after 20 s")

@@ -10,7 +10,7 @@ import pytest
 
 from strop.rollout import Example
 from strop.tasks import Task, build_task
-from strop.tasks.presets import MathSpec, PresetSpec
+from strop.tasks.presets import PresetSpec
 from tests.fixtures.judging import verdict
 
 # Each a task, a gold answer, a form in which models end their replies, and whether it says the gold answer.
@@ -31,7 +31,7 @@ def test_a_calculation_is_no_number_and_its_result_is() -> None:
 
 def test_formulas_are_equal_by_their_value_and_not_by_their_spelling() -> None:
     pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
-    task = build_task(MathSpec(name="math", source="unused.jsonl"))
+    task = build_task(PresetSpec(name="math", source="unused.jsonl"))
     judged(task, "x+1", r"\boxed{1+x}")
     started_at = time.process_time()
     wrong = [

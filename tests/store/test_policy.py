@@ -19,7 +19,7 @@ from strop.store import (
     open_store,
     read_policy,
 )
-from strop.store.data_files import collect_data_files, find_data
+from strop.store.data_files import collect_data_files, find_data, list_data_files
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, follow
 from tests.store.contract_suite import write_files
@@ -86,6 +86,8 @@ def test_store_only_asks_no_hub(filled_store: str) -> None:
                 get_model("org/absent")
         with pytest.raises(RemoteMissing, match="datasets/org/absent"):
             fetch_data_file("org/absent", DATA)
+        with pytest.raises(RemoteMissing, match="datasets/org/absent"):
+            list_data_files("org/absent")
     assert attempts == []
 
 

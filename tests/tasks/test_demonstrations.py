@@ -11,7 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.rows.layout import read_rows, read_sft_row
+from strop.tasks.rows.layout import SftRow, read_rows
 from strop.tasks.user.rows import RowsSpec
 from tests.fixtures.demonstrations import make_framing, read
 from tests.fixtures.judging import run_self_test, verdict
@@ -84,6 +84,6 @@ def test_a_demonstration_that_misses_its_gold_fails_the_self_test(tmp_path: Path
 def test_malformed_rows_are_refused_by_file_and_row(tmp_path: Path, row: dict[str, Any], named: str) -> None:
     path = write_rows(tmp_path / "train.jsonl", [*TRAIN, row])
     rows = read_rows(path)
-    assert len([read_sft_row(one) for one in rows[:-1]]) == 6
+    assert len([SftRow.read(one, "last") for one in rows[:-1]]) == 6
     with pytest.raises(DataError, match=rf"train\.jsonl, row 7 .*{named}"):
-        read_sft_row(rows[-1])
+        SftRow.read(rows[-1], "last")

@@ -12,7 +12,7 @@ from strop.errors import DataError
 from strop.rollout import Message, Split
 from strop.tasks import PromptFormat, Task, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.code.code_task import MbppSpec
-from strop.tasks.presets import MathSpec, PresetSpec
+from strop.tasks.presets import PresetSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -55,7 +55,7 @@ def test_math_asks_as_minerva_math(tmp_path: Path) -> None:
         for n in range(3)
     ]
     source = write(tmp_path, train=rows[:2], test=rows[2:])
-    task = build_task(MathSpec(name="math", source=source))
+    task = build_task(PresetSpec(name="math", source=source))
     assert base_of(task) == "Problem:\nFind $2+1$.\n\nSolution:"
 
 

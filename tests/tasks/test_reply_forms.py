@@ -14,13 +14,13 @@ from strop.rollout import Example
 from strop.tasks import build_task
 from strop.tasks.generated import answer_of
 from strop.tasks.graders import GRADERS, find_letter
-from strop.tasks.presets import MathSpec, PresetSpec
+from strop.tasks.presets import PresetSpec
 from tests.fixtures.judging import verdict
 
 Form = Mapping[str, Any]
 TASKS = {
     "gsm8k": build_task(PresetSpec(name="gsm8k", source="unused.jsonl")),
-    "math": build_task(MathSpec(name="math", source="unused.jsonl")),
+    "math": build_task(PresetSpec(name="math", source="unused.jsonl")),
     "aime": build_task(PresetSpec(name="aime", source="unused.jsonl")),
     "mmlu": build_task(PresetSpec(name="mmlu", source="unused.jsonl")),
 }

@@ -36,8 +36,8 @@ from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples
+from strop.tasks.rows.layout import DataSet, Row, bad_row
+from strop.tasks.rows.row_task import SplitExamples, read_examples
 from strop.tasks.task import TaskLimits
 
 _OWN_FOLDER = "repository"
@@ -212,6 +212,10 @@ def _to_example(row: Row) -> Example:
     return make_example("repo-repair", fields, json.dumps(answer, sort_keys=True))
 
 
+def _question_of(example: Example) -> str:
+    return f"{example.fields['instance_id']}\n{example.fields['problem_statement']}"
+
+
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _PYTEST = re.compile(r"^(PASSED|XFAIL|FAILED|ERROR|SKIPPED|XPASS) +(\S.*)$")
 _UNITTEST = re.compile(
@@ -240,11 +244,7 @@ def read_passed(log: str) -> dict[str, bool]:
     return passed
 
 
-_READING = RowReading(
-    layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",), is_unknown=True),
-    to_example=_to_example,
-    question=lambda example: f"{example.fields['instance_id']}\n{example.fields['problem_statement']}",
-)
+_ROWS = DataSet(max_reply_tokens=4096)
 
 
 class RepoRepair(Workspace):
@@ -257,7 +257,7 @@ class RepoRepair(Workspace):
     name = "repo-repair"
     version = "repair-2"
     max_turns = 50
-    limits = TaskLimits(max_reply_tokens=4096, max_goldless_frac=1.0)
+    limits = TaskLimits(max_reply_tokens=_ROWS.max_reply_tokens, max_goldless_frac=1.0)
     _base = ""
     _diff = b""
 
@@ -266,8 +266,7 @@ class RepoRepair(Workspace):
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        spec = self._spec
-        return read_examples(_READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
+        return read_examples(self._spec, self._spec.source, _ROWS, _to_example, _question_of)
 
     @property
     def data_digest(self) -> str:

@@ -16,7 +16,7 @@ class Answered(Environment):
     """An attempt that ends in one text, its answer, which the task judges: alone, or beside its group's."""
 
     is_member = False
-    """Set by who judges the group behind its last attempt: `score` leaves to `score_group` what compares."""
+    """Set by who judges the group behind its last attempt: `score` leaves to it what is compared."""
 
     def __init__(self, task: Task, judge: Judge | None = None) -> None:
         self._task = task
@@ -32,13 +32,13 @@ class Answered(Environment):
     async def judge_answer(self, example: Example, answer: str) -> Outcome:
         """Judge an answer to an example."""
         if self.is_member and self._task.compares(example):
-            return await self._judge.judge(example, answer, is_member=True)
+            return Outcome(parts={})
         return within_bounds(await self._judge.judge(example, answer), self._task.limits_of(example))
 
     async def score_group(
         self, example: Example, answers: Sequence[str], outcomes: Sequence[Outcome]
     ) -> Sequence[Outcome]:
-        """Complete members' outcomes beside each other; where a task compares nothing they are whole."""
+        """Judge answers beside each other; where a task compares nothing their outcomes are whole."""
         if self._task.compares(example):
             limits = self._task.limits_of(example)
             found = await self._judge.judge_group(example, answers, outcomes)

@@ -39,7 +39,7 @@ from strop.environments.tools import (
     to_text,
 )
 from strop.environments.workspace import Workspace
-from strop.errors import ConfigError, DataError, SandboxError
+from strop.errors import ConfigError, SandboxError
 from strop.rollout import Example, FailureOwner, FinishReason, Message, Outcome, Split, ToolCall, make_example
 from strop.sandbox.contract import IsolationLevel
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
@@ -48,7 +48,7 @@ from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose, with_system
 from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
 from strop.tasks.tool_calls import Spoken, list_schemas, read_reply
-from strop.tasks.user.own_task import OPENING_SEED, OwnTask, opening_of, require_whole
+from strop.tasks.user.own_task import OPENING_SEED, OwnTask, opening_of, to_messages
 from strop.tasks.user.rewards import as_outcome
 from strop.tasks.version import fit_limits, hash_version
 
@@ -260,7 +260,6 @@ class PlayedWorld(Environment):
 
     @override
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        require_whole(self._task.name, example)
         self._own = self._make_own()
         # A server starts with its first call.
         limit_s = self._section.tool_limit_s
@@ -396,16 +395,3 @@ class PlayedWorld(Environment):
 async def finished(returned: Any) -> Any:
     """Return a value, awaited if it must be."""
     return await returned if inspect.isawaitable(returned) else returned
-
-
-def to_messages(returned: Any) -> tuple[Message, ...]:
-    """Convert an author's text or messages to messages. Raises: DataError for anything else."""
-    parts = [returned] if isinstance(returned, str | Message) else [*(returned or ())]
-    if not parts:
-        raise DataError(
-            f"an environment says {returned!r:.80}",
-            allowed="a text, or messages with role and content",
-            next_step="correct its reset or step",
-        )
-    asked = (Message(role="user", content=part) if isinstance(part, str) else part for part in parts)
-    return tuple(part if isinstance(part, Message) else Message.from_json(part) for part in asked)

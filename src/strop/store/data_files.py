@@ -13,11 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from strop.errors import HubUnreachable, RemoteMissing, StoreError, given_of, split_error
+from strop.errors import HubUnreachable, RemoteMissing, StoreError, given_of
 from strop.io.atomic import MANIFEST_NAME
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
@@ -84,21 +83,19 @@ def only_local_data() -> Iterator[list[str]]:
         _local_only.reset(token)
 
 
-def fetch_data_file(source: str, file: str, saved_as: Sequence[str] = ()) -> Path:
+def fetch_data_file(source: str, file: str) -> Path:
     """Return the local copy of a file of a hub's data set.
 
-    `saved_as`: folders below datasets/ in which the store may have the file's split, as the datasets library
-    saves it; then the local copy of that folder is returned.
     Raises: RemoteMissing if no allowed source has it; HubUnreachable if the hub was asked and did not answer;
         RemoteDenied, RemoteUnreachable or CorruptRecord if the store fails.
     """
     missing = _local_only.get()
     if missing is not None:
-        return _require_local(missing, source, file, saved_as)
+        return _require_local(missing, source, file)
     policy = read_policy()
     if policy.asks_store_first:
         try:
-            return _from_store(policy, source, file, saved_as)
+            return _from_store(policy, source, file)
         except RemoteMissing as first_error:
             if not policy.asks_hub:
                 raise
@@ -112,7 +109,7 @@ def fetch_data_file(source: str, file: str, saved_as: Sequence[str] = ()) -> Pat
         if policy.root is None:
             raise
         try:
-            return _from_store(policy, source, file, saved_as)
+            return _from_store(policy, source, file)
         except RemoteMissing as error:
             raise _in_neither(f"{file} of {source}", error, first_error, RemoteMissing) from error
 
@@ -131,24 +128,33 @@ def _in_neither(
     )
 
 
-def fetch_saved_split(source: str, saved_as: Sequence[str]) -> Path | None:
+def fetch_saved_split(source: str, names: Sequence[str]) -> Path | None:
     """Return the local copy of a split that the store has under one of these names, and not by its hub id.
 
-    None: the store has no such split, or is not asked first.
+    None: the store has no such split.
     Raises: StoreErrors as `Store.get`.
     """
-    policy = read_policy()
-    uri = policy.dataset_uri(source)
-    if uri is None or not policy.asks_store_first:
+    policy, is_local = read_policy(), _local_only.get() is not None
+    own, *places = map(policy.dataset_uri, (source, *names))
+    if own is None or (not is_local and _is_there(own)):
         return None
-    if _local_only.get() is not None:
-        return next(_find_saved(policy, saved_as), None)
-    if next(iter(open_store(uri).list(uri)), None) is not None:
-        return None
-    try:
-        return _from_saved(policy, saved_as, RemoteMissing(uri))
-    except RemoteMissing:
-        return None
+    for place in filter(None, places):
+        if is_local and is_remote(place):
+            path = find_data(place)
+        elif _is_there(place):
+            # A directory that another tool filled is used in place.
+            path = fetch_data_source(place) if is_remote(place) else Path(place)
+        else:
+            continue
+        if path is not None:
+            for file in sorted(set(_names_in(path)) - {MANIFEST_NAME}):
+                note_data_file(DataFile(source=place, name=file, path=path / file, origin="store"))
+            return path
+    return None
+
+
+def _is_there(uri: str) -> bool:
+    return next(iter(open_store(uri).list(uri)), None) is not None
 
 
 def list_data_files(source: str) -> tuple[str, ...]:
@@ -172,6 +178,8 @@ def list_data_files(source: str) -> tuple[str, ...]:
         listed = sorted(stored.uri.removeprefix(f"{root}/") for stored in open_store(uri).list(uri))
         if listed:
             return tuple(listed)
+    if not policy.asks_hub:
+        raise RemoteMissing(f"{uri} is not in the store")
     try:
         cached = _find_in_hub_cache(source) if is_offline() else None
         if cached is not None:
@@ -243,9 +251,7 @@ def find_data(source: str) -> Path | None:
     return None if "://" in source else _find_in_hub_cache(source)
 
 
-def _require_local(
-    missing: list[str], source: str, file: str | None = None, saved_as: Sequence[str] = ()
-) -> Path:
+def _require_local(missing: list[str], source: str, file: str | None = None) -> Path:
     """Return a source's copy on this disk, the store's or the hub's first as the policy orders.
 
     Raises: RemoteMissing if there is none; its name is added to `missing`.
@@ -257,8 +263,7 @@ def _require_local(
         in_store = find_data(source)
     elif (uri := policy.dataset_uri(source)) is not None:
         copies = [_cache_dir(uri) / file, _listed_copy(uri, file) / file]
-        existing = (path for path in copies if path.exists())
-        in_store = next(chain(existing, _find_saved(policy, saved_as)), None)
+        in_store = next((path for path in copies if path.exists()), None)
     if file is not None and (policy.asks_hub or policy.root is None):
         in_hub = find_cached_file(source, file, None, is_dataset=True)
     found = in_store or in_hub if policy.asks_store_first or file is None else in_hub or in_store
@@ -273,7 +278,7 @@ def _require_local(
     )
 
 
-def _from_store(policy: SourcePolicy, source: str, file: str, saved_as: Sequence[str]) -> Path:
+def _from_store(policy: SourcePolicy, source: str, file: str) -> Path:
     uri = policy.dataset_uri(source)
     assert uri is not None
     folder = _cache_dir(uri)
@@ -282,44 +287,12 @@ def _from_store(policy: SourcePolicy, source: str, file: str, saved_as: Sequence
     try:
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             open_store(uri).get_file(uri, file, path)
-    except RemoteMissing as no_record:
-        if open_store(uri).find_manifest(uri) is not None:
+    except RemoteMissing:
+        if not is_remote(uri) or open_store(uri).find_manifest(uri) is not None:
             raise
-        if not is_remote(uri):
-            return _from_saved(policy, saved_as, no_record)
-        try:
-            fetch_listed_data(uri, _listed_copy(uri, file), name=file)
-        except RemoteMissing as error:
-            # An incomplete listing explains more than an absent one.
-            return _from_saved(policy, saved_as, error if "proven" in str(error) else no_record)
+        fetch_listed_data(uri, _listed_copy(uri, file), name=file)
         path = _listed_copy(uri, file) / file
     return note_data_file(DataFile(source=source, name=file, path=path, origin="store"))
-
-
-def _from_saved(policy: SourcePolicy, saved_as: Sequence[str], first_error: RemoteMissing) -> Path:
-    """Return the first of a data set's folders NAME_SPLIT that the store has.
-
-    Raises: RemoteMissing with the first error's keys and these.
-    """
-    errors = [first_error]
-    for place in filter(None, map(policy.dataset_uri, saved_as)):
-        try:
-            # A directory that another tool filled is used in place.
-            is_local = not is_remote(place) and Path(place).is_dir()
-            path = Path(place) if is_local else fetch_data_source(place)
-        except RemoteMissing as error:
-            errors.append(error)
-            continue
-        for file in sorted(set(_names_in(path)) - {MANIFEST_NAME}):
-            note_data_file(DataFile(source=place, name=file, path=path / file, origin="store"))
-        return path
-    _, allowed, next_step = split_error(str(first_error))
-    raise RemoteMissing("; ".join(map(given_of, errors)), allowed=allowed, next_step=next_step)
-
-
-def _find_saved(policy: SourcePolicy, saved_as: Sequence[str]) -> Iterator[Path]:
-    """Yield the copies of folders NAME_SPLIT on this disk."""
-    return filter(None, map(find_data, filter(None, map(policy.dataset_uri, saved_as))))
 
 
 def _listed_copy(uri: str, file: str) -> Path:

@@ -14,18 +14,20 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from typing_extensions import override
+
 from strop.errors import ConfigError, DataError
 from strop.io import user_cache_dir, write_bytes_atomically
 from strop.io.endpoints import Endpoint, find_endpoint
-from strop.rollout import Failure, FailureOwner, Outcome
+from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, JudgeSettings, is_this_machine
 from strop.store.data_files import locate_named
-from strop.tasks.answers import text_after_thinking
+from strop.tasks.answers import show_answer, text_after_thinking
+from strop.tasks.user.rewards import Reward
 
 CALL_LIMIT_S = 30.0
 """Limit of a question, from the first byte sent to the last one read, all tries included."""
@@ -69,8 +71,10 @@ _CODED_LETTER = re.compile(r"\\(?=u00[4-7])", re.IGNORECASE)
 _DELIMITER = re.compile(r"<{2,}|>{2,}")
 
 
-class JudgeModel:
+class JudgeModel(Reward):
     """The judge of a task. Scores of replies are kept on this disk, so that none is asked for twice."""
+
+    name = JUDGE
 
     def __init__(self, spec: JudgeSettings) -> None:
         """Read the rubric. Raises: ConfigError like `read_rubric`."""
@@ -79,11 +83,12 @@ class JudgeModel:
         self._contract = GROUP_CONTRACT if spec.compares else CONTRACT
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         identity = [_VERSION, spec.judge_model, spec.judge_revision, self._rubric, self._contract]
-        self.digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        """Hash over everything that identifies the judge."""
+        self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        self.compares = spec.compares
 
-    def require_values(self, values: Mapping[str, str], place: str) -> None:
+    def require_values(self, values: Mapping[str, Any], place: str) -> None:
         """Refuse a row, at `place`, without a text for a place of the rubric. Raises: DataError."""
+        values = _as_texts(values)
         for name in _PLACE.findall(self._rubric):
             if name != "reply" and not values.get(name, "").strip():
                 raise DataError(
@@ -92,29 +97,27 @@ class JudgeModel:
                     next_step="correct the name in the rubric, or add the column to the row",
                 )
 
-    async def grade(
-        self, values: Mapping[str, str], texts: Sequence[str], outcomes: Sequence[Outcome], weight: float
+    @override
+    async def score(
+        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
     ) -> list[Outcome]:
-        """Add the judge's weighted part to the outcomes of replies, as the rubric with these values says.
+        """Grade replies, as the rubric with these values says.
 
-        The text behind the last closed thinking block is judged; an empty one earns 0 without a call. A reply
-        that failed before is not judged, and of equal ones the judge sees one.
+        The text behind the last closed thinking block is judged; an empty one earns 0 without a call. Of
+        equal ones the judge sees one.
         Raises: ConfigError if the judge cannot be called from this process; StoreError if a score cannot be
             stored.
         """
-        judged = [(text_after_thinking(text) or "").strip() for text in texts]
-        pairs = zip(judged, outcomes, strict=True)
-        asked = {one for one, outcome in pairs if one and outcome.failure is None}
+        judged = [(text_after_thinking(text) or "").strip() for text in replies]
+        # The answer as the first reward reads it.
+        texts = _as_texts(values if example.answer is None else {**values, "answer": example.answer})
         # In an order that only the texts decide.
-        shown = dict(sorted(((one, wrap_reply(one)) for one in asked), key=lambda pair: pair[1]))
+        shown = dict(sorted(((one, wrap_reply(one)) for one in {*judged} if one), key=lambda pair: pair[1]))
         alone = [{one: wrapped} for one, wrapped in shown.items()]
-        questions = [shown] if self._spec.compares and shown else alone
-        answers = await asyncio.gather(*(self._judge(values, members) for members in questions))
+        questions = [shown] if self.compares and shown else alone
+        answers = await asyncio.gather(*(self._judge(texts, members) for members in questions))
         found = {one: answer for members, answer in zip(questions, answers, strict=True) for one in members}
-        return [
-            _add(outcome, one, weight, *found.get(one, ({}, False)))
-            for one, outcome in zip(judged, outcomes, strict=True)
-        ]
+        return [_to_outcome(one, *found.get(one, ({}, False))) for one in judged]
 
     async def _judge(
         self, values: Mapping[str, str], replies: Mapping[str, str]
@@ -123,9 +126,9 @@ class JudgeModel:
         named = {**values, "reply": "\n\n".join(replies.values())}
         question = _PLACE.sub(lambda match: named[match.group(1)], self._rubric).rstrip()
         question = f"{question}\n\n{self._contract}"
-        key = hashlib.sha256(f"{self.digest}\0{question}".encode()).hexdigest()
+        key = hashlib.sha256(f"{self.identity}\0{question}".encode()).hexdigest()
         path = user_cache_dir() / "judgements" / key[:2] / f"{key}.txt"
-        num = len(replies) if self._spec.compares else None
+        num = len(replies) if self.compares else None
         if path.exists() and (kept := read_scores(path.read_text("utf-8", "replace"), num)) is not None:
             return dict(zip(replies, kept, strict=True)), True
         answer = await self._ask(question)
@@ -254,20 +257,20 @@ def read_scores(answer: str, num: int | None = None) -> Sequence[float] | None:
     return list(map(float, scores)) if is_sound else None
 
 
-def _add(
-    outcome: Outcome, text: str, weight: float, scores: Mapping[str, float] | Failure, is_kept: bool
-) -> Outcome:
-    if outcome.failure is not None:
-        return outcome
+def _to_outcome(text: str, scores: Mapping[str, float] | Failure, is_kept: bool) -> Outcome:
     if not text:
-        return replace(outcome, parts={**outcome.parts, JUDGE: 0.0})
-    metrics = {**outcome.metrics, "judge_cached": float(is_kept), "reply_chars": float(len(text))}
-    failure, part = None, None
+        return Outcome(parts={JUDGE: 0.0})
+    metrics = {"judge_cached": float(is_kept), "reply_chars": float(len(text))}
     if isinstance(scores, Failure):
-        failure, metrics[scores.kind] = scores, 1.0
-    else:
-        part, metrics["judge_score"] = weight * scores[text], scores[text]
-    return replace(outcome, parts={**outcome.parts, JUDGE: part}, metrics=metrics, failure=failure)
+        return Outcome(parts={JUDGE: None}, metrics={**metrics, scores.kind: 1.0}, failure=scores)
+    return Outcome(parts={JUDGE: scores[text]}, metrics={**metrics, "judge_score": scores[text]})
+
+
+def _as_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a rubric may show of a row, the messages of a chat as one text."""
+    asked = values["prompt"]
+    prompt = asked if isinstance(asked, str) else "\n\n".join(one["content"] for one in asked)
+    return {**{name: show_answer(value) for name, value in values.items()}, "prompt": prompt}
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -111,17 +111,16 @@ class Mixture(TasksInOne):
         'weighted' draws a part with probability proportional to its weight until all are used up;
         'sequential' goes through one part after the other.
         """
-        orders, num_before = [], 0
-        for label in self._parts:
+        orders, times, num_before = [], [], 0
+        random = np.random.default_rng([seed, epoch])
+        for label, part in self._parts.items():
             orders.append(num_before + self._part_order(label, seed, epoch))
             num_before += len(self._train[label])
+            # Poisson processes: the next event is that of a part with the probability of its weight.
+            times.append(random.exponential(1.0 / part.weight, len(orders[-1])).cumsum())
         order = np.concatenate(orders)
         if self._mode == "weighted":
-            weights = np.array([part.weight for part in self._parts.values()])
-            random = np.random.Generator(np.random.Philox(key=[seed, 2**32 + epoch]))
-            drawn = _draw([len(one) for one in orders], weights, random)
-            # The examples of each part stay in their order.
-            order[np.argsort(drawn, kind="stable")] = order.copy()
+            order = order[np.argsort(np.concatenate(times), kind="stable")]
         positions: list[int] = order.tolist()
         return positions
 
@@ -131,11 +130,9 @@ class Mixture(TasksInOne):
         if task.is_ordered:
             chosen = [place for place in task.epoch_order(seed, epoch) if place < size] * repeat
             return np.array(chosen, dtype=np.intp)
-        digest = hashlib.blake2b(f"{label}/{seed}".encode(), digest_size=8).digest()
-        keys = ([int.from_bytes(digest, "little"), epoch * repeat + number] for number in range(repeat))
-        return np.concatenate(
-            [np.random.Generator(np.random.Philox(key=key)).permutation(size) for key in keys]
-        )
+        digest = hashlib.blake2b(f"{label}/{seed}/{epoch}".encode(), digest_size=8).digest()
+        random = np.random.default_rng(int.from_bytes(digest, "little"))
+        return np.concatenate([random.permutation(size) for _ in range(repeat)])
 
     @cached_property
     def _train(self) -> dict[str, Sequence[Example]]:
@@ -167,23 +164,6 @@ class Mixture(TasksInOne):
                         next_step=f"remove one of the two parts, or use task.parts.{other}.repeat",
                     )
         return labels
-
-
-def _draw(
-    sizes: Sequence[int], weights: NDArray[np.float64], random: np.random.Generator
-) -> NDArray[np.intp]:
-    """Return the part of each place of an epoch; a part that is used up is no longer drawn."""
-    left, drawn = np.array(sizes), [np.zeros(0, dtype=np.intp)]
-    while left.any():
-        chances = weights * (left > 0)
-        block = random.choice(len(left), size=left.sum(), p=chances / chances.sum())
-        # It is valid up to the first place that uses a part up, and by its length one does.
-        places = [np.flatnonzero(block == part) for part in range(len(left))]
-        ends = [of[size - 1] for of, size in zip(places, left, strict=True) if len(of) >= size > 0]
-        block = block[: min(ends) + 1]
-        left -= np.bincount(block, minlength=len(left))
-        drawn.append(block)
-    return np.concatenate(drawn)
 
 
 class _Line(BaseModel):

@@ -154,18 +154,14 @@ class Task(ABC):
         """Whether replies to an example are judged beside each other. `verify` judges a group of one."""
         return False
 
-    async def verify_member(self, example: Example, text: str) -> Outcome:
-        """Judge what of a reply depends on no other one; without a reward where something does."""
-        return await self.verify(example, text)
-
     async def verify_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
     ) -> Sequence[Outcome]:
-        """Complete the outcomes of `verify_member`, in their order.
+        """Judge replies beside each other, if the task `compares`; `outcomes` say what else is known of them.
 
         Raises: any exception of the verifier; then no reply of the group has a score.
         """
-        return outcomes
+        raise NotImplementedError
 
     async def verify_here(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
@@ -204,7 +200,6 @@ class TasksInOne(Task):
     prompt_fields = _passed_on("prompt_fields")
     entry_point = _passed_on("entry_point")
     compares = _passed_on("compares")
-    verify_member = _passed_on("verify_member")
     verify_group = _passed_on("verify_group")
     verify_here = _passed_on("verify_here")
 

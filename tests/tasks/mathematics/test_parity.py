@@ -17,7 +17,7 @@ import pytest
 
 from strop.rollout import Example, Outcome
 from strop.tasks import Task, build_task
-from strop.tasks.presets import MathSpec, PresetSpec
+from strop.tasks.presets import PresetSpec
 from tests.fixtures.judging import verdict
 
 Record = Mapping[str, Any]
@@ -88,7 +88,7 @@ MINERVA_REASONS: dict[str, Callable[[Record, bool], bool]] = {
 
 @needs_math_verify
 def test_strictness_symbolic_differs_from_the_metric_math_verify_where_it_means_to() -> None:
-    task = build_task(MathSpec(name="math", source="unused.jsonl"))
+    task = build_task(PresetSpec(name="math", source="unused.jsonl"))
     verdicts = [(record, judge(task, record).is_correct is True) for record in records("minerva_math")]
     found = [(record, ours) for record, ours in verdicts if ours != record["verdicts"]["math_verify"]]
     assert explain(found, MINERVA_REASONS) == {
@@ -101,7 +101,7 @@ def test_strictness_symbolic_differs_from_the_metric_math_verify_where_it_means_
 
 @needs_math_verify
 def test_strictness_symbolic_differs_from_the_metric_exact_match_where_it_means_to() -> None:
-    task = build_task(MathSpec(name="math", source="unused.jsonl"))
+    task = build_task(PresetSpec(name="math", source="unused.jsonl"))
     # The metric knows one phrase, and takes anything else for no answer.
     phrased = [record for record in records("minerva_math") if record["reply"].startswith("Final Answer:")]
     verdicts = [(record, judge(task, record).is_correct is True) for record in phrased]

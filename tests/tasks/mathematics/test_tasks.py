@@ -11,7 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split
 from strop.tasks import Task, build_task
-from strop.tasks.presets import MathSpec, PresetSpec
+from strop.tasks.presets import PresetSpec
 from strop.tasks.rows.row_task import RowTask
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_parquet, write_rows
@@ -41,7 +41,7 @@ MATH_TEST = [math_row("Who is next?", r"\text{Evelyn}"), math_row("How many?", "
 
 
 def math(source: Path | str, **settings: Any) -> RowTask:
-    task = build_task(MathSpec(name="math", source=str(source), **settings))
+    task = build_task(PresetSpec(name="math", source=str(source), **settings))
     assert isinstance(task, RowTask)
     return task
 
@@ -73,28 +73,12 @@ def test_math_reads_the_hubs_seven_folders_in_order(tmp_path: Path) -> None:
     assert [example.fields["subject"] for example in task.examples(Split.TRAIN)] == list(SUBJECTS)
 
 
-def test_math_leaves_out_rows_without_a_level_and_other_levels_and_counts_them(math_folder: Path) -> None:
-    assert answers(math(math_folder), Split.TRAIN) == [
-        *("-5", r"\frac{1}{2}", "(x-1)(x+1)", r"(-\infty, 3]", r"\$1,\!234.50")
-    ]
-    assert math(math_folder).counts == {"rows left out, Level ?": 1}
-    some = math(math_folder, min_level=2)
-    assert answers(some, Split.TRAIN) == ["-5", "(x-1)(x+1)", r"(-\infty, 3]", r"\$1,\!234.50"]
-    assert some.counts == {"rows left out, Level 1": 1, "rows left out, Level ?": 1}
-    assert some.version != math(math_folder).version
-
-
-def test_a_level_of_problems_without_levels_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"task\.min_level=3"):
-        build_task(MathSpec(name="math500", min_level=3))
-
-
 def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_folder: Path) -> None:
     write_rows(math_folder / "test.jsonl", [*MATH_TEST, MATH_TRAIN[0]])
     task = math(math_folder)
     assert "-5" not in answers(task, Split.TRAIN)
     assert "-5" in answers(task, Split.HELD_OUT)
-    assert task.counts == {"rows left out, Level ?": 1, "rows left out, held out too": 1}
+    assert task.counts == {"rows left out, held out too": 1}
 
 
 @pytest.mark.parametrize("strictness", ["strict", "standard", "symbolic"])
@@ -150,7 +134,7 @@ def test_math500_is_held_out_only(tmp_path: Path) -> None:
         "unique_id": "a",
     }
     write_rows(tmp_path / "test.jsonl", [row, {**row, "problem": "2+2?", "answer": "4"}])
-    task = build_task(MathSpec(name="math500", source=str(tmp_path), strictness="standard"))
+    task = build_task(PresetSpec(name="math500", source=str(tmp_path), strictness="standard"))
     assert answers(task, Split.HELD_OUT) == ["2", "4"]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
     with pytest.raises(DataError, match="math500"):
@@ -161,7 +145,7 @@ def test_deepscaler_is_one_json_list_held_out_by_content(tmp_path: Path) -> None
     rows = [{"problem": f"{n} + 1?", "answer": str(n + 1), "solution": ""} for n in range(20)]
     path = tmp_path / "deepscaler.json"
     path.write_text(json.dumps([*rows, {"problem": "?", "answer": "", "solution": None}]))
-    task = build_task(MathSpec(name="deepscaler", source=str(path), strictness="standard"))
+    task = build_task(PresetSpec(name="deepscaler", source=str(path), strictness="standard"))
     # A tenth of 21 rows, rounded down.
     assert len(task.examples(Split.HELD_OUT)) + len(task.examples(Split.TRAIN)) == 20
     assert len(task.examples(Split.HELD_OUT)) in (1, 2)
@@ -175,7 +159,7 @@ def test_deepscaler_is_one_json_list_held_out_by_content(tmp_path: Path) -> None
 def test_a_broken_json_list_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "deepscaler.json"
     path.write_text(content)
-    task = build_task(MathSpec(name="deepscaler", source=str(path)))
+    task = build_task(PresetSpec(name="deepscaler", source=str(path)))
     with pytest.raises(DataError, match=r"deepscaler\.json"):
         task.examples(Split.TRAIN)
 
@@ -225,13 +209,13 @@ def test_mmlu_reads_the_hubs_files(mmlu_folder: Path) -> None:
 
 ROW = {"level": "Level 1", "answer": 0, "choices": list("abcd")}
 BROKEN_ROWS: list[tuple[type[Any], str, Row]] = [
-    *((MathSpec, "math", {**MATH_TRAIN[0], "level": level}) for level in (2, None, "Level 6", "hard")),
+    *((PresetSpec, "math", {**MATH_TRAIN[0], "level": level}) for level in (2, None)),
     *(
-        (MathSpec, "math", {**MATH_TRAIN[0], "solution": solution})
+        (PresetSpec, "math", {**MATH_TRAIN[0], "solution": solution})
         for solution in ("It is 5.", r"\boxed{}", r"\boxed{5", r"\boxed{ \, }")
     ),
     *(
-        (MathSpec, "math500", {"problem": "?", "solution": "!", "answer": answer})
+        (PresetSpec, "math500", {"problem": "?", "solution": "!", "answer": answer})
         for answer in ("$", r"\boxed{}", "\\,")
     ),
     *(
@@ -240,7 +224,7 @@ BROKEN_ROWS: list[tuple[type[Any], str, Row]] = [
     ),
     *((PresetSpec, "gsm8k", {"question": "1?", "answer": one}) for one in ("two", "2", "#### two", "####")),
     *((PresetSpec, "gsm8k", {"question": one, "answer": "#### 2"}) for one in (" ", 3, None)),
-    *((MathSpec, "deepscaler", ROW), (MathSpec, "math500", ROW), (MathSpec, "math", ROW)),
+    *((PresetSpec, "deepscaler", ROW), (PresetSpec, "math500", ROW), (PresetSpec, "math", ROW)),
     *((PresetSpec, "aime", ROW), (PresetSpec, "mmlu", ROW), (PresetSpec, "gsm8k", ROW)),
 ]
 

@@ -83,7 +83,7 @@ def test_rewards_of_both_forms_are_added_in_workers(tmp_path: Path, tokenizer: T
     right = str(task.examples(Split.TRAIN)[0].answer)
     failing, long, best = attempt(task, tokenizer, ["x", f"{right}....", f"{right}."], judge)
     # What cannot be judged by itself is not in the group.
-    assert earned(failing.outcome) == "task/verifier_ZeroDivisionError"
+    assert earned(failing.outcome) == "task/ZeroDivisionError"
     assert (long.outcome.parts, best.outcome.parts) == (
         {"right": 1.0, "score": 0.0},
         {"right": 1.0, "score": 0.5},

@@ -87,7 +87,7 @@ def test_a_class_may_say_which_examples_pose_one_problem(tmp_path: Path) -> None
     assert (plain.problem_of(example), named.problem_of(example)) == (None, "Doubling 3")
     # Of an example that it has not made, a task says nothing.
     assert named.problem_of(make_example("Doubling", {"n": -1}, "-2")) is None
-    with pytest.raises(ConfigError, match=r"own\.py.*name the problem of \{'n': 2\}.*ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"own\.py.*pose \{'n': 2\}.*ZeroDivisionError"):
         task_in("broken", CODE + NAMES.replace("% 7", "% 0")).examples(Split.TRAIN)
 
 
@@ -156,13 +156,13 @@ class Settings(BaseModel):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("return [{", "return [] and [{", ["has no examples of train"]),
-        ("return [{", "return [3] or [{", ["gives an example 3"]),
-        ('{"n": n,', '{"n": {1},', ["give the example", "not JSON"]),
+        ("return [{", "return [] and [{", ["give its examples of train", "it has none"]),
+        ("return [{", "return [3] or [{", ["an example 3"]),
+        ('{"n": n,', '{"n": {1},', ["give its examples of train", "not JSON"]),
         ("numbers = range", "numbers = 1 / 0 or range", ["ZeroDivisionError", "(own.py:17)"]),
-        ("example.fields['n']", "example.fields['m']", ["write the prompt", "KeyError: 'm'", "(own.py:21)"]),
-        ("return f", "return 3 and None and f", ["asks None"]),
-        ("return [example.answer]", "raise OSError('away')", ["say a right reply", "OSError: away"]),
+        ("example.fields['n']", "example.fields['m']", ["pose {'n': 2}", "KeyError: 'm'", "(own.py:21)"]),
+        ("return f", "return 3 and None and f", ["says None"]),
+        ("return [example.answer]", "raise OSError('away')", ["pose {'n': 2}", "OSError: away"]),
         (
             "self.settings = settings",
             "raise ValueError('no')",

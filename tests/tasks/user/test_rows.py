@@ -200,7 +200,7 @@ def test_math_verify_gives_its_value_or_none_with_file_and_line(tmp_path: Path, 
         assert (right.reward, wrong.reward) == (1.0, 0.0)
         return
     for lost in (right, wrong):
-        assert (lost.reward, *failed(lost)) == (None, FailureOwner.TASK, "verifier_ValueError")
+        assert (lost.reward, *failed(lost)) == (None, FailureOwner.TASK, "ValueError")
         assert lost.failure is not None
         assert find_place(lost.failure.detail) == "reward.py:7"
 
@@ -280,13 +280,13 @@ def test_programs_are_tested_in_a_sandbox(tmp_path: Path, answer: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "settings", "words"),
     [
-        (None, {"prompt": "problem"}, ["row 1", "task.prompt='problem'", "question, answer"]),
-        (None, {"prompt": "Solve: {problem}"}, ["row 1", "'problem'"]),
-        (None, {"answer": "gold"}, ["row 1", "task.answer='gold'"]),
-        (None, {"gold": "#### {solution}"}, ["row 1", "'solution' (task.gold="]),
+        (None, {"prompt": "problem"}, ["row 1", "problem", "question, answer"]),
+        (None, {"prompt": "Solve: {problem}"}, ["row 1", "no problem"]),
+        (None, {"answer": "gold"}, ["row 1", "no gold"]),
+        (None, {"gold": "#### {solution}"}, ["row 1", "no solution"]),
         (None, {"reward": "json-schema"}, ["row 1", "json-schema"]),
         (None, {"reward": "python-tests"}, ["row 1", "python-tests"]),
-        ({"other": 1}, {}, ["row 41", "'question'"]),
+        ({"other": 1}, {}, ["row 41", "no answer and question"]),
         ({"question": 3, "answer": "3"}, {}, ["row 41"]),
         ({"question": " ", "answer": "3"}, {}, ["row 41"]),
         ({"question": [{"role": "robot", "content": ""}], "answer": "3"}, {}, ["row 41", "assistant"]),
@@ -305,7 +305,7 @@ def test_rows_and_settings_that_do_not_fit_are_refused_by_row(
     "template", ["{question", "}", "{}", "{0}", "{question!r}", "{question:>5}", "{a.b}", "{a[0]}"]
 )
 def test_a_template_names_columns_alone(tmp_path: Path, template: str) -> None:
-    with pytest.raises((ValueError, DataError), match=r"task\.prompt="):
+    with pytest.raises((ValueError, DataError), match=r"task\.prompt=|row 1 has no"):
         task_of(tmp_path, prompt=template).examples(Split.TRAIN)
 
 
@@ -323,8 +323,8 @@ def test_a_row_without_an_answer_is_left_out_only_where_one_is_compared(tmp_path
     [
         ("def score(text): ...", ["takes text, and no reply", "completions"]),
         ("def score(): ...", ["takes nothing, and no reply"]),
-        ("def score(reply, hint): ...", ["no column 'hint' (reward.py:score (line 1) takes it)"]),
-        ("def score(completions, completion_ids): ...", ["no column 'completion_ids'"]),
+        ("def score(reply, hint): ...", ["has no hint"]),
+        ("def score(completions, completion_ids): ...", ["has no completion_ids"]),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_anything_runs(

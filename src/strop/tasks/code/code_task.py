@@ -6,7 +6,6 @@ A TOML file beside this one says of each data set where its files are and how it
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,36 +26,38 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.judge import JudgeJob
 from strop.tasks.code.row_tests import read_table
-from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, RowTask, optional_text, published, require_texts, wrong_type
-from strop.tasks.task import TaskLimits
+from strop.tasks.rows.layout import DataSet, Row, bad_row
+from strop.tasks.rows.row_task import RowTask, optional_text, published, require_texts, wrong_type
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0
 """Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
 _MAX_TESTS_BYTES = 8 << 20
 """Few problems have larger tests, which each verdict sends to a sandbox."""
 _VERIFIER = "python-programs-3"
+_SETS = {
+    name: DataSet.read(Path(__file__).with_name(f"{name}.toml")) for name in ("mbpp", "humaneval", "apps")
+}
 
 
 class MbppSpec(CodeTaskSection, TrainingRows):
     """Short Python functions, in the columns of MBPP."""
 
     name: Literal["mbpp"]
-    source: Unhashed[str] = published("google-research-datasets/mbpp")
+    source: Unhashed[str] = published(_SETS["mbpp"])
 
 
 class HumanEvalSpec(CodeTaskSection, EvaluationRows):
     """Python functions to complete, in the columns of HumanEval; for evaluation only."""
 
     name: Literal["humaneval"]
-    source: Unhashed[str] = published("openai/openai_humaneval")
+    source: Unhashed[str] = published(_SETS["humaneval"])
 
 
 class AppsSpec(CodeTaskSection, TrainingRows):
     """Programming contests, in the columns of APPS."""
 
     name: Literal["apps"]
-    source: Unhashed[str] = published("codeparrot/apps")
+    source: Unhashed[str] = published(_SETS["apps"])
 
 
 class CodeTask(RowTask):
@@ -70,20 +71,7 @@ class CodeTask(RowTask):
     _spec: MbppSpec | HumanEvalSpec | AppsSpec
 
     def __init__(self, spec: MbppSpec | HumanEvalSpec | AppsSpec) -> None:
-        data = tomllib.loads(Path(__file__).with_name(f"{spec.name}.toml").read_text("utf-8"))
-        self._ending: str = data.get("ending", "")
-        reading = RowReading(
-            layout=DataLayout(train=tuple(data["train"]), held_out=tuple(data["held_out"])),
-            to_example={"mbpp": _to_mbpp, "humaneval": _to_humaneval, "apps": _to_apps}[spec.name],
-            question=lambda example: str(data["prompt"].format(**self.prompt_fields(example))),
-        )
-        limits = TaskLimits(
-            max_reply_tokens=data["max_reply_tokens"],
-            stop_strings=tuple(data.get("stop", ())),
-            base_stop_strings=tuple(data["base_stop"]),
-        )
-        prompts = {"prompt": data["prompt"], "base_prompt": data["base_prompt"]}
-        super().__init__(spec, reading, limits, source=spec.source, verifier=_VERIFIER, **prompts)
+        super().__init__(spec, _SETS[spec.name], spec.source, _VERIFIER)
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Run the tests over the reply's program. Raises: like `judge_reply`."""
@@ -106,12 +94,16 @@ class CodeTask(RowTask):
         """Return the reference program: fenced, and as it ends or goes on a prompt in plain text."""
         if example.answer is None:
             return ()
-        return fence(example.fields.get("head", "") + example.answer), example.answer + self._ending
+        return fence(example.fields.get("head", "") + example.answer), example.answer + self._data.ending
 
     def prompt_fields(self, example: Example) -> Mapping[str, Any]:
         """Return the fields of an example, and its shown tests as one text."""
         shown = example.fields.get("tests", [])[: example.fields.get("num_shown")]
         return {**example.fields, "tests": "\n".join(shown)}
+
+    def to_example(self, row: Row) -> Example | str:
+        """Read a row in the schema of its data set."""
+        return {"mbpp": _to_mbpp, "humaneval": _to_humaneval, "apps": _to_apps}[self.name](row)
 
 
 def _to_mbpp(row: Row) -> Example:

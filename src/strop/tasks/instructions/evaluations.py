@@ -21,9 +21,9 @@ from strop.spec.task import EvaluationRows
 from strop.tasks.instructions.rules import load_detector
 from strop.tasks.instructions.tasks import Constraint, InstructedRows, judged_text, pair_constraints
 from strop.tasks.registry import import_extra
-from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.layout import DataSet, Row, bad_row
 from strop.tasks.rows.row_task import published, require_texts
-from strop.tasks.task import TaskLimits, right_or_wrong
+from strop.tasks.task import right_or_wrong
 
 PACKAGE, RELEASE = "if-verifiable", "0.1.2"
 _TOKENIZERS = ("tokenizers/punkt_tab", "tokenizers/punkt")
@@ -32,11 +32,14 @@ NLTK_DATA: Mapping[str, Sequence[str]] = {
     "ifbench": (*_TOKENIZERS, "taggers/averaged_perceptron_tagger_eng", "corpora/stopwords"),
 }
 """What nltk needs for each; the package would fetch what it misses from the network."""
-_LAYOUTS = {
-    "ifeval": DataLayout(train=(), held_out=("ifeval_input_data.jsonl",)),
-    "ifbench": DataLayout(train=(), held_out=("data/train-00000-of-00001.parquet",)),
-}
 _MAX_REPLY_TOKENS = 4096
+_SETS = {
+    name: DataSet(source=source, held_out=(file,), max_reply_tokens=_MAX_REPLY_TOKENS)
+    for name, source, file in (
+        ("ifeval", "google/IFEval", "ifeval_input_data.jsonl"),
+        ("ifbench", "allenai/IFBench_test", "data/train-00000-of-00001.parquet"),
+    )
+}
 _MAX_CHARS = 8 * _MAX_REPLY_TOKENS
 """Beginning of a reply that is judged: twice what its tokens hold of English."""
 
@@ -45,14 +48,14 @@ class IfEvalSpec(EvaluationRows):
     """Prompts with instructions that a program can check: IFEval, for evaluation only."""
 
     name: Literal["ifeval"]
-    source: Unhashed[str] = published("google/IFEval")
+    source: Unhashed[str] = published(_SETS["ifeval"])
 
 
 class IfBenchSpec(EvaluationRows):
     """Prompts with instructions that a program can check: IFBench, for evaluation only."""
 
     name: Literal["ifbench"]
-    source: Unhashed[str] = published("allenai/IFBench_test")
+    source: Unhashed[str] = published(_SETS["ifbench"])
 
 
 class PublishedInstructions(InstructedRows):
@@ -67,8 +70,8 @@ class PublishedInstructions(InstructedRows):
 
     def __init__(self, spec: IfEvalSpec | IfBenchSpec) -> None:
         # The package's patterns take quadratic time on some replies, such as a thousand opening brackets.
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=1.0, verify_limit_s=5.0)
-        super().__init__(spec, _LAYOUTS[spec.name], limits, f"{PACKAGE}-{RELEASE}")
+        limits = {"max_goldless_frac": 1.0, "verify_limit_s": 5.0}
+        super().__init__(spec, _SETS[spec.name], spec.source, f"{PACKAGE}-{RELEASE}", **limits)
 
     def warm_up(self) -> None:
         """Load the package and its rules. Raises: ConfigError like `load_package`."""

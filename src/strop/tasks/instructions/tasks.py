@@ -18,9 +18,8 @@ from strop.spec.base import Unhashed
 from strop.spec.task import TrainingRows
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.instructions.rules import bind, has_substance, load_detector
-from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, RowTask, published
-from strop.tasks.task import TaskLimits
+from strop.tasks.rows.layout import DataSet, Row, bad_row
+from strop.tasks.rows.row_task import RowTask, published
 
 _RLVR = """
 verify_keywords keywords:existence keyword_list=keywords
@@ -60,31 +59,36 @@ Constraint = dict[str, Any]
 """An instruction as examples have it: its `id`, and its `arguments` that are present."""
 
 
+_SETS = {
+    name: DataSet(source=source, train=("data/train-00000-of-00001.parquet",), max_reply_tokens=2048)
+    for name, source in (
+        ("rlvr-ifeval", "allenai/RLVR-IFeval"),
+        ("if-multi", "allenai/IF_multi_constraints_upto5"),
+    )
+}
+
+
 class RlvrIfevalSpec(TrainingRows):
     """Prompts with one instruction each that a program can check, for training."""
 
     name: Literal["rlvr-ifeval"]
-    source: Unhashed[str] = published("allenai/RLVR-IFeval")
+    source: Unhashed[str] = published(_SETS["rlvr-ifeval"])
 
 
 class IfMultiSpec(TrainingRows):
     """Prompts with one to five instructions that a program can check, for training."""
 
     name: Literal["if-multi"]
-    source: Unhashed[str] = published("allenai/IF_multi_constraints_upto5")
+    source: Unhashed[str] = published(_SETS["if-multi"])
 
 
 class InstructedRows(RowTask):
     """Base of tasks whose prompts are texts with instructions; no right reply is known."""
 
-    def __init__(self, spec: Any, layout: DataLayout, limits: TaskLimits, verifier: str) -> None:
-        def to_example(row: Row) -> Example:
-            prompt, constraints = self.read(row)
-            return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
-
-        reading = RowReading(layout=layout, to_example=to_example, question=lambda one: one.fields["prompt"])
-        prompts = {"prompt": "{prompt}", "base_prompt": "{prompt}"}
-        super().__init__(spec, reading, limits, source=spec.source, verifier=verifier, **prompts)
+    def to_example(self, row: Row) -> Example:
+        """Read a row."""
+        prompt, constraints = self.read(row)
+        return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
 
     @abstractmethod
     def read(self, row: Row) -> tuple[str, list[Constraint]]:
@@ -108,9 +112,7 @@ class InstructionTask(InstructedRows):
 
     def __init__(self, spec: RlvrIfevalSpec | IfMultiSpec) -> None:
         load_detector()
-        layout = DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=())
-        limits = TaskLimits(max_reply_tokens=2048, max_goldless_frac=1.0)
-        super().__init__(spec, layout, limits, "instructions-6")
+        super().__init__(spec, _SETS[spec.name], spec.source, "instructions-6", max_goldless_frac=1.0)
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the rule of every instruction.

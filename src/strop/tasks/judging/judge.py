@@ -47,23 +47,22 @@ class Judge:
         judge.busy = BusyClock()
         return judge
 
-    async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
+    async def judge(self, example: Example, text: str) -> Outcome:
         """Return the outcome of a reply. A time-out, a crash or an exception in a worker gives no score.
 
-        `is_member`: only what the replies beside it do not matter for; `judge_group` judges the rest.
         Raises: any exception of the verifier, if it runs in this process; a sandbox's gives no score.
         """
         with self.busy.running():
-            found = await self._call("verify_member" if is_member else "verify", example, text)
+            found = await self._call("verify", example, text)
             outcome: Outcome = Outcome(parts={}, failure=found) if isinstance(found, Failure) else found
-            if is_member or not self.task.asks_judge:
+            if not self.task.asks_judge:
                 return outcome
             return (await self.task.verify_here(example, [text], [outcome]))[0]
 
     async def judge_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
     ) -> Sequence[Outcome]:
-        """Complete the outcomes of members beside each other; one failure is that of all.
+        """Judge replies beside each other, and add this to their outcomes; one failure is that of all.
 
         Each reply has its share of the time. Raises: like `judge`.
         """
@@ -101,9 +100,7 @@ async def judge_as_attempted(judge: Judge, example: Example, text: str) -> Outco
     is_best = outcome.reward is not None and outcome.reward >= task.limits_of(example).max_reward
     if not is_best or text in rivals or not task.compares(example):
         return outcome
-    pair = [text, rivals[0]]
-    members = [await judge.judge(example, one, is_member=True) for one in pair]
-    return (await judge.judge_group(example, pair, members))[0]
+    return (await judge.judge_group(example, [text, rivals[0]], [Outcome(parts={})] * 2))[0]
 
 
 def _make_handler(make_task: Callable[[], Task]) -> Handler:

@@ -1,31 +1,31 @@
 """Rows whose replies rewards judge: built-in ones, functions of the user's, and a judge model's.
 
-A `RowForm` says what of a row is asked and what is the answer: published data sets have one as a file
-(`presets`), rows of the user's own have one by their settings (`user.rows`).
+A `DataSet` says what of a row is asked and what is the answer: published ones are files (`presets`), that of
+the user's own rows is made of their settings (`user.rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import override
 
-from strop.rollout import Example, Failure, Message, Outcome, make_example
+from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.judge import JudgeSettings
 from strop.spec.task import CodeTaskSection, JudgedByUser, TrainingRows
 from strop.spec.template import fill, list_names
 from strop.tasks.answers import show_answer
-from strop.tasks.graders import GRADERS, STRICTNESS
+from strop.tasks.graders import GRADERS, STRICTNESS, Grader
 from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import equivalence
-from strop.tasks.prompt import pose
-from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, RowTask
-from strop.tasks.task import TaskLimits
-from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Parts, UserReward
+from strop.tasks.mathematics.answers import find_boxes
+from strop.tasks.rows.layout import DataSet, Row, bad_row
+from strop.tasks.rows.row_task import RowTask, optional_text, require_texts
+from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward
 from strop.user_code import CodeRef, is_code
 
 SANDBOXED = "python-tests"
@@ -118,35 +118,28 @@ class RewardSection(TrainingRows, JudgedByUser, JudgeSettings):
         return self
 
 
-class RowForm(BaseModel):
-    """How rows are asked and which replies are right."""
+class BuiltIn(Reward):
+    """A built-in reward, which compares a reply with the answer."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    def __init__(self, name: str, grader: Grader, question: Callable[[Example], str]) -> None:
+        """`question`: returns what a reply may repeat."""
+        self.name = self.identity = name
+        self.allowed = grader.allowed
+        self.read_answer = grader.require_gold  # type: ignore[method-assign]
+        self._judge = grader.judge
+        self._question = question
 
-    source: str | None = None
-    """The hub id of a published data set."""
-    layout: DataLayout
-    fields: Mapping[str, str]
-    """Columns that hold texts, by the names of the examples' fields; the first is the question. Empty: all
-    columns are fields, and the question is the prompt."""
-    choices: str | None = None
-    """Column with a list of four choices, which prompts call a, b, c and d."""
-    topic: str | None = None
-    """Column with the subject of a question; may be empty. In prompts, {about} is ' about ' and its words."""
-    answer: str | None
-    """Column of the right answer."""
-    answer_in: Literal["all", "behind ####", "the last box"] = "all"
-    """Where in the column it stands."""
-    reward: Literal["number", "marked-number", "math", "letter"] | None = None
-    """How it is compared, by `graders`, if the run names no rewards."""
-    prompt: str
-    """What is asked in a chat: a column of texts or of messages, or a template of fields."""
-    base_prompt: str | None = None
-    """What is asked in plain text, if not that."""
-    base_stop: tuple[str, ...] = ()
-    gold: tuple[str, ...]
-    """Right replies, the form that the prompt asks for first."""
-    max_reply_tokens: int = Field(ge=1)
+    def judge(self, example: Example, reply: str) -> Outcome:
+        """Judge a reply to an example with this reward's answer."""
+        return self._judge(example, reply, self._question(example))
+
+    @override
+    async def score(
+        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
+    ) -> list[Outcome]:
+        example = replace(example, answer=self.read_answer(values["answer"]))
+        judged = (self.judge(example, reply) for reply in replies)
+        return [replace(one, parts={self.name: one.parts["correct"]}) for one in judged]
 
 
 class JudgedRows(RowTask):
@@ -154,228 +147,223 @@ class JudgedRows(RowTask):
 
     _spec: RewardSection
 
-    def __init__(self, spec: RewardSection, form: RowForm, source: str, sandbox_s: float = 0.0) -> None:
+    def __init__(self, spec: RewardSection, data: DataSet, source: str, sandbox_s: float = 0.0) -> None:
         """`sandbox_s`: time that programs of replies take beside other rewards."""
-        self._form, self._names = form, list_names(form.prompt)
-        rewards = spec.reward or (str(form.reward),)
-        self._functions = {name: UserReward(name) for name in rewards if is_code(name)}
-        self._weights = dict(zip(rewards, spec.reward_weights or [1.0] * len(rewards), strict=True))
-        self._model = JudgeModel(spec) if spec.judge_url else None
-        self.asks_judge = self._model is not None
+        names = spec.reward or (str(data.reward),)
+        made = {
+            name: self.make_reward(name, spec) for name in dict.fromkeys([data.reward or names[0], *names])
+        }
+        rewards, weights = [made[name] for name in names], spec.reward_weights or (1.0,) * len(names)
+        self._readers = [one for one in made.values() if one.allowed]
+        """Those that compare with a row's answer. The first says how it is shown."""
+        self._compares = any(one.compares for one in rewards)
+        # What fails by itself is not compared.
+        pairs = sorted(zip(rewards, weights, strict=True), key=lambda pair: pair[0].compares)
+        self._models = [(one, weight) for one, weight in pairs if isinstance(one, JudgeModel)]
+        self._rewards = [pair for pair in pairs if pair not in self._models]
+        self.asks_judge = bool(self._models)
+        is_plain = [*weights] == [spec.max_reward] == [1.0]
+        self._only = rewards[0] if is_plain and isinstance(rewards[0], BuiltIn) else None
+        """The reward that decides alone."""
         self._pass_score = (spec.pass_score or spec.max_reward) - FULL_MARKS_SLACK
-        self._strictness = level = getattr(spec, "strictness", "standard")
-        graders = {**GRADERS, "math": STRICTNESS[level]}
-        names = dict.fromkeys([form.reward or rewards[0], *rewards])
-        self._graders = {name: graders[name] for name in names if name in graders}
-        self._readers: dict[str, tuple[Callable[[Any], str], str]] = {
-            name: (one.require_gold, one.allowed) for name, one in self._graders.items()
-        }
-        """By reward: what reads a row's answer, and what it can read. The first says how it is shown."""
-        is_plain = list(self._weights.values()) == [spec.max_reward] == [1.0]
-        self._only = rewards[0] if is_plain and rewards[0] in self._graders else None
-        """The grader that decides alone."""
-        self._is_symbolic = level == "symbolic" and "math" in self._weights
-        limit_s = sandbox_s + spec.judge_limit_s * bool(self._functions)
-        limit_s += _SYMBOLIC_LIMIT_S * self._is_symbolic
-        self._needed = {
-            name: f"{function.where} takes it"
-            for function in self._functions.values()
-            for name in function.signature.required
-            if name not in RESERVED
-        }
-        """Who needs a field of the examples, by its name."""
-        code = {name: f"{one.ref} {one.digest}" for name, one in self._functions.items()}
-        identity = [code.get(name, name) for name in rewards] + ([self._model.digest] if self._model else [])
-        # Another data set for evaluation has other files.
-        is_other = not form.layout.train and source != form.source
+        self._is_strict = _strictness(spec) == "strict"
+        self._is_symbolic = _strictness(spec) == "symbolic" and "math" in names
+        functions = [one for one in rewards if isinstance(one, UserReward)]
+        limit_s = sandbox_s + spec.judge_limit_s * bool(functions) + _SYMBOLIC_LIMIT_S * self._is_symbolic
         super().__init__(
             spec,
-            RowReading(
-                layout=replace(form.layout, is_unknown=form.layout.is_unknown or is_other),
-                to_example=self._to_example,
-                question=self._question,
-                one_answer=form.source is None,
-            ),
-            TaskLimits(
-                max_reply_tokens=form.max_reply_tokens,
-                base_stop_strings=form.base_stop,
-                max_reward=spec.max_reward,
-                min_reward=spec.min_reward,
-                max_goldless_frac=1.0 if form.source is None else 0.0,
-                verify_limit_s=limit_s or None,
-            ),
-            source=source,
-            prompt=form.prompt,
-            base_prompt=form.base_prompt or "",
-            verifier=" ".join([_VERIFIER, *identity]),
+            data,
+            source,
+            verifier=" ".join([_VERIFIER, *(one.identity for one in rewards)]),
+            max_reward=spec.max_reward,
+            min_reward=spec.min_reward,
+            max_goldless_frac=1.0 if data.source is None else 0.0,
+            verify_limit_s=limit_s or None,
         )
+        taken = {name for one in functions for name in one.signature.required}
+        shown = {name for gold in data.gold for name in list_names(gold)} - {"answer"}
+        asked = {*(self._places or [data.prompt]), *([data.answer] if data.answer else ()), *shown}
+        # What is asked of a published data set is made of its fields.
+        self._needed = (taken - RESERVED) | (set() if data.fields else asked)
+        """Columns that every row must have."""
 
+    def make_reward(self, name: str, spec: RewardSection) -> Reward:
+        """Return the reward of this name."""
+        if is_code(name):
+            return UserReward(name)
+        if name == JUDGE:
+            return JudgeModel(spec)
+        grader = STRICTNESS[_strictness(spec)] if name == "math" else GRADERS[name]
+        return BuiltIn(name, grader, self.question)
+
+    @override
     def warm_up(self) -> None:
-        """Load the user's functions and what compares formulas. Raises: ConfigError like `load_code`."""
         if self._is_symbolic:
             equivalence.warm_up()
-        for reward in self._functions.values():
-            reward.load()
+        for reward, _ in self._rewards:
+            reward.warm_up()
 
-    def render(self, example: Example) -> tuple[Message, ...]:
-        """Return the row's prompt: its messages, or one of the user's."""
-        asked, base, thinking = self._ask(example), self._form.base_prompt, self._spec.thinking
-        if isinstance(asked, str):
-            base = None if base is None else fill(base, self.prompt_fields(example))
-            return pose(asked, thinking, base=base)
-        return pose([Message(role=one["role"], content=one["content"]) for one in asked], thinking)
+    @override
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        """Return the example's fields, and what prompts of a published data set make of them."""
+        fields = example.fields
+        if not self._data.fields:
+            return fields
+        topic = str(fields.get("topic") or "").replace("_", " ")
+        made = dict(zip("abcd", fields.get("choices", ()), strict=False))
+        return {**fields, **made, "about": f" about {topic}" if topic else ""}
 
+    @override
+    def question(self, example: Example) -> str:
+        if not self._data.fields:
+            return super().question(example)
+        # Many questions of MMLU differ in their choices alone.
+        question = str(example.fields.get(next(iter(self._data.fields)), ""))
+        return "\n".join([question, *example.fields.get("choices", ())])
+
+    @override
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the right answer in the forms of the data; of strictness 'strict', the first alone."""
-        fields, forms = {**self.prompt_fields(example), "answer": example.answer}, self._form.gold
+        fields = {**self.prompt_fields(example), "answer": example.answer}
         return tuple(
             fill(template, fields)
-            for template in forms[: 1 if self._strictness == "strict" else None]
+            for template in self._data.gold[: 1 if self._is_strict else None]
             if example.answer is not None or "answer" not in list_names(template)
         )
 
-    def _read(self, row: Row) -> tuple[dict[str, Any], Any] | str:
-        """Return the fields of a row's example and its answer, or why it is left out.
-
-        Raises: DataError naming the row.
-        """
-        raise NotImplementedError
-
-    def _to_example(self, row: Row) -> Example | str:
-        read = self._read(row)
-        if isinstance(read, str):
-            return read
-        fields, answer = read
-        if missing := [f"{name!r} ({who})" for name, who in self._needed.items() if name not in fields]:
+    @override
+    def to_example(self, row: Row) -> Example | str:
+        fields, answer = self._read(row)
+        if missing := sorted(self._needed - fields.keys()):
             columns = ", ".join(row.values) or "none"
-            raise bad_row(f"{row.place} has no column {' and '.join(missing)}", f"its columns: {columns}")
+            raise bad_row(f"{row.place} has no {' and '.join(missing)}", f"its columns: {columns}")
         if answer in (None, "") and self._readers:
             return "without an answer"
         gold = show_answer(answer) or None
-        for name, (read_gold, allowed) in reversed(self._readers.items()):
+        for reward in reversed(self._readers):
             try:
-                gold = read_gold(answer)
+                gold = reward.read_answer(answer)
             except ValueError as error:
-                raise bad_row(
-                    f"{row.place} has an answer that {name} cannot read: {error}", allowed
-                ) from error
+                fault = f"{row.place} has an answer that {reward.name} cannot read: {error}"
+                raise bad_row(fault, reward.allowed) from error
         example = make_example(self.name, fields, gold)
-        asked = self._ask(example)
+        asked = self.ask(example)
         if not _is_prompt(asked):
             allowed = (
                 f"a text, or messages with role ({', '.join(_ROLES)}) and content, the last one the user's"
             )
             raise bad_row(f"{row.place} asks {asked!r:.80}", allowed)
-        if self._model is not None:
-            self._model.require_values(self._shown(example), row.place)
+        for model, _ in self._models:
+            model.require_values(self._values_of(example), row.place)
         return example
 
-    def _ask(self, example: Example) -> Any:
-        """Return the prompt: a text, or the messages of a chat."""
-        fields = self.prompt_fields(example)
-        if self._names:
-            return fill(self._form.prompt, {name: show_answer(fields[name]) for name in self._names})
-        match asked := fields[self._form.prompt]:
-            case [*before, {"role": "assistant"}]:
-                # Rows of demonstrations hold the reply too.
-                return before
-        return asked
+    def _read(self, row: Row) -> tuple[dict[str, Any], Any]:
+        """Return the fields of a row's example, and its answer. Raises: DataError naming the row."""
+        data = self._data
+        if not data.fields:
+            return dict(row.values), row.values.get(data.answer or "")
+        # Copies of a data set differ in the case of their columns.
+        row = replace(row, values={column.lower(): value for column, value in row.values.items()})
+        texts = require_texts(row, *data.fields.values())
+        fields: dict[str, Any] = dict(zip(data.fields, texts, strict=True))
+        if data.choices is not None:
+            choices = row.values.get(data.choices)
+            if not isinstance(choices, list) or len(choices) != len("abcd"):
+                raise bad_row(f"{row.place} has choices {choices!r:.80}", allowed="a list of four choices")
+            fields["choices"] = [str(choice) for choice in choices]
+        if data.topic is not None:
+            fields["topic"] = optional_text(row, data.topic)
+        value = row.values.get(str(data.answer))
+        text = value if isinstance(value, str) else ""
+        found = {
+            "all": value,
+            "behind ####": text.rpartition("####")[2] if "####" in text else "",
+            "the last box": "".join(find_boxes(text)[-1:]),
+        }[data.answer_in]
+        if data.answer not in row.values or found == "" != value:
+            fault = f"column {data.answer} of {row.place} is {value!r:.80}"
+            raise bad_row(fault, f"one with {data.answer_in}")
+        return fields, found
 
-    def _question(self, example: Example) -> str:
-        """Return what a reply may repeat, and what makes an example another one."""
-        asked = self._ask(example)
-        return asked if isinstance(asked, str) else "\n".join(one["content"] for one in asked)
-
-    def _answer_of(self, example: Example) -> Any:
+    def answer_of(self, example: Example) -> Any:
         """Return the answer as the row has it, where that is a field."""
-        column = None if self._form.fields else self._form.answer
+        column = None if self._data.fields else self._data.answer
         return example.answer if column is None else example.fields[column]
 
     def _values_of(self, example: Example) -> dict[str, Any]:
-        """Return what functions may take, but for the replies."""
-        values = {**example.fields, "prompt": self._ask(example)}
+        """Return what rewards may take, but for the replies."""
+        values = {**example.fields, "prompt": self.ask(example)}
         # Without `task.answer` a column of that name stays what it is.
-        if self._form.answer is not None or "answer" not in values:
-            values["answer"] = self._answer_of(example)
+        if self._data.answer is not None or "answer" not in values:
+            values["answer"] = self.answer_of(example)
         return values
 
+    @override
+    def compares(self, example: Example) -> bool:
+        """Whether one of the rewards has TRL's form, or the judge model compares."""
+        return self._compares
+
+    @override
     async def verify(self, example: Example, text: str) -> Outcome:
         """Add the rewards up; those of TRL's form judge a group of one. A judge model: `verify_here`.
 
-        Raises: any exception of a user's function; TypeError or ValueError if its return value is not
-            allowed; SandboxError like `judge_python`; ConfigError without math-verify where it is needed.
+        Raises: as `Reward.score`; SandboxError like `judge_python`; ConfigError without math-verify where it
+            is needed.
         """
         if self._only is not None:
-            return await self._judge(self._only, example, text)
-        return (await self.verify_group(example, [text], [await self.verify_member(example, text)]))[0]
+            return self._only.judge(example, text)
+        return (await self.verify_group(example, [text], [Outcome(parts={})]))[0]
 
-    def compares(self, example: Example) -> bool:
-        """Whether one of the rewards has TRL's form, or the judge model compares."""
-        return self._spec.compares or any(function.takes_group for function in self._functions.values())
-
-    async def verify_member(self, example: Example, text: str) -> Outcome:
-        """Add up the rewards that judge each reply alone. Raises: as `verify`."""
-        outcome = Outcome(parts={})
-        for name in self._weights:
-            function = self._functions.get(name)
-            if function is None and name != JUDGE:
-                judged = await self._judge(name, example, text)
-                kept = outcome if outcome.format_ok is not None else judged
-                outcome = self._add(replace(kept, parts=outcome.parts), name, {name: judged.parts["correct"]})
-            elif function is not None and not function.takes_group:
-                scores = await function.score({**self._values_of(example), "reply": text})
-                outcome = self._add(outcome, name, scores)
-        return outcome
-
+    @override
     async def verify_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
     ) -> list[Outcome]:
-        """Add the rewards of TRL's form, each of which gets all replies. Raises: as `verify`."""
-        judged = list(outcomes)
-        for name, function in self._functions.items():
-            if function.takes_group:
-                found = await function.score_group(self._values_of(example), texts)
-                judged = [self._add(one, name, scores) for one, scores in zip(judged, found, strict=True)]
-        return judged if self._model is not None else self._settle(judged)
+        return await self._add_up(self._rewards, example, texts, outcomes)
 
+    @override
     async def verify_here(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
-        """Add the reward of the judge model. Raises: like `JudgeModel.grade`."""
-        if self._model is None:
-            return outcomes
-        values, weight = self._shown(example), self._weights[JUDGE]
-        return self._settle(await self._model.grade(values, texts, outcomes, weight))
+    ) -> list[Outcome]:
+        return await self._add_up(self._models, example, texts, outcomes)
 
-    def _add(self, outcome: Outcome, name: str, scores: Parts | Failure) -> Outcome:
-        """Return an outcome with the weighted scores of a reward, or with its failure."""
-        if isinstance(scores, Failure):
-            return replace(outcome, failure=outcome.failure or scores)
-        weight = self._weights[name]
-        weighted = {key: None if value is None else weight * value for key, value in scores.items()}
-        return replace(outcome, parts={**outcome.parts, **weighted})
-
-    def _settle(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Say which replies are correct, all rewards added up."""
+    async def _add_up(
+        self,
+        rewards: Sequence[tuple[Reward, float]],
+        example: Example,
+        texts: Sequence[str],
+        outcomes: Sequence[Outcome],
+    ) -> list[Outcome]:
+        """Add rewards to the outcomes of replies. One that has failed is not judged further."""
+        values, judged = self._values_of(example), list(outcomes)
+        for reward, weight in rewards:
+            places = [place for place, one in enumerate(judged) if one.failure is None]
+            found = await reward.score(example, values, [texts[place] for place in places]) if places else []
+            for place, one in zip(places, found, strict=True):
+                judged[place] = _add(judged[place], one, weight)
         return [
             replace(one, is_correct=None if one.reward is None else one.reward >= self._pass_score)
-            for one in outcomes
+            for one in judged
         ]
 
-    def _shown(self, example: Example) -> dict[str, str]:
-        """Return what a rubric may show, but for the reply: the columns, prompt and answer."""
-        values = self._values_of(example) | {"prompt": "\n\n".join(one.text for one in self.render(example))}
-        if example.answer is not None:
-            values["answer"] = example.answer
-        return {name: str(value) for name, value in values.items() if isinstance(value, str | int | float)}
 
-    async def _judge(self, name: str, example: Example, text: str) -> Outcome:
-        """Judge by a built-in reward that finds an answer. Raises: as `verify`."""
-        grader = self._graders[name]
-        if name != next(iter(self._graders)):
-            # The first has read the answer.
-            example = replace(example, answer=grader.require_gold(self._answer_of(example)))
-        return grader.judge(example, text, self._question(example))
+def _add(outcome: Outcome, found: Outcome, weight: float) -> Outcome:
+    """Return an outcome with a reward's weighted parts. The first that knows the reply's form says it."""
+    parts = {name: None if value is None else weight * value for name, value in found.parts.items()}
+    formed = found if outcome.format_ok is None else outcome
+    return replace(
+        outcome,
+        parts={**outcome.parts, **parts},
+        format_ok=formed.format_ok,
+        extracted=formed.extracted,
+        timed_out=outcome.timed_out or found.timed_out,
+        isolation=outcome.isolation or found.isolation,
+        metrics={**outcome.metrics, **found.metrics},
+        failure=found.failure,
+    )
+
+
+def _strictness(spec: RewardSection) -> str:
+    return getattr(spec, "strictness", "standard")
 
 
 def _is_prompt(asked: Any) -> bool:

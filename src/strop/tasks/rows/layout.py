@@ -1,10 +1,10 @@
-"""Find the files of a data set's two splits, in a folder, a store or on a hub, and read their rows.
+"""A data set: where the files of its two splits are, and reading their rows.
 
-The data set's `DataLayout` names the files of both splits on a hub; a folder has the same files, or files
-named train* and test* (or validation*), in itself or in `main/` or `data/`. A single file counts as training
-data that is still to be split. A path is never looked up on a hub; the name of a folder or file that is here
-is a path. A URI such as s3://bucket/gsm8k/ is fetched completely and read like a local one. A folder of the
-datasets library's `save_to_disk` counts as one file, or as one per split.
+A `DataSet` may name its files; those of any other folder or hub's data set are named train* and test* (or
+validation*), in itself or in `main/` or `data/`. A single file counts as training data that is still to be
+split. A path is never looked up on a hub; the name of a folder or file that is here is a path. A URI such as
+s3://bucket/gsm8k/ is fetched completely and read like a local one. A folder of the datasets library's
+`save_to_disk` counts as one file, or as one per split.
 
 Files are Parquet, CSV and its kin, JSON and JSONL, packed by gzip or not. A missing value is None: null, NaN,
 a cell that is empty or says NaN. A column of whole numbers with holes, which pandas writes as 18.0, holds
@@ -22,17 +22,19 @@ import io
 import itertools
 import json
 import re
+import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from strop.errors import DataError, HubUnreachable, RemoteMissing, split_error
+from strop.errors import DataError, HubUnreachable, RemoteMissing, given_of
 from strop.rollout import Message, Split
 from strop.spec.offline import DATA_SUFFIXES, is_data_path
 from strop.store.data_files import (
@@ -44,6 +46,7 @@ from strop.store.data_files import (
     note_data_file,
 )
 from strop.store.listed import ARROW_END
+from strop.store.policy import read_policy
 from strop.store.uris import is_remote
 
 Files = Mapping[Split, Sequence[Path]]
@@ -55,23 +58,53 @@ _STATE = "state.json"
 """In a folder that the datasets library saved: the Arrow files of a split in order."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataLayout:
-    """The files of a data set's splits, named as on its hub."""
+class DataSet(BaseModel):
+    """Where the files of a data set are, how its rows are asked, and which replies are right."""
 
-    train: tuple[str, ...] = ()
-    """Empty: the data set is for evaluation only, and all of its rows are held out."""
-    held_out: tuple[str, ...] = ()
-    """Empty: some of the training rows are held out, chosen by their content."""
-    is_unknown: bool = False
-    """Whether the files are unknown: on a hub, too, they are found by their names."""
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str | None = None
+    """The hub id of a published data set; None: rows of the user's own."""
     saved_as: str | None = None
     """NAME in the folders NAME_SPLIT of other launchers' stores. None: the end of its hub id."""
+    train: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    """The files of its splits, as its hub names them. Only held-out ones: it is for evaluation. Only training
+    ones: some of their rows are held out, chosen by content. None at all: they are found by their names."""
+    fields: Mapping[str, str] = {}
+    """Columns that hold texts, by the names of the examples' fields; the first is the question. Empty: all
+    columns are fields, and the question is the prompt."""
+    choices: str | None = None
+    """Column with a list of four choices, which prompts call a, b, c and d."""
+    topic: str | None = None
+    """Column with the subject of a question; may be empty. In prompts, {about} is ' about ' and its words."""
+    answer: str | None = None
+    """Column of the right answer."""
+    answer_in: Literal["all", "behind ####", "the last box"] = "all"
+    """Where in the column it stands."""
+    reward: Literal["number", "marked-number", "math", "letter"] | None = None
+    """How it is compared, by `graders`, if the run names no rewards."""
+    prompt: str = "{prompt}"
+    """What is asked in a chat: a column of texts or of messages, or a template of fields."""
+    base_prompt: str | None = None
+    """What is asked in plain text, if not that."""
+    stop: tuple[str, ...] = ()
+    base_stop: tuple[str, ...] = ()
+    gold: tuple[str, ...] = ()
+    """Right replies, the form that the prompt asks for first."""
+    ending: str = ""
+    """What stands behind a right reply in plain text."""
+    max_reply_tokens: int = Field(ge=1)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return what a TOML file says."""
+        return cls.model_validate(tomllib.loads(path.read_text("utf-8")))
 
     @property
     def splits(self) -> Mapping[Split, tuple[Sequence[str], Sequence[str]]]:
         """The files and the stems of each split, the needed one first."""
-        if self.train:
+        if self.train or not self.held_out:
             files = {Split.TRAIN: self.train, Split.HELD_OUT: self.held_out}
             return {split: (files[split], stems) for split, stems in _STEMS.items()}
         # The only split of a data set for evaluation is often called train.
@@ -107,99 +140,90 @@ def read_rows(path: Path, split: Split = Split.TRAIN) -> list[Row]:
     ]
 
 
-def find_files(source: str, layout: DataLayout) -> Files:
+def find_files(source: str, data: DataSet) -> Files:
     """Return the files of both splits, fetched if they are not on this disk.
 
     Raises: DataError if there are none; StoreError if the store fails.
     """
-    is_here = is_data_path(source) or is_remote(source)
-    found = _find_here(source, layout) if is_here else _find_by_id(source, layout)
-    if isinstance(found, Path):
-        found = {next(iter(layout.splits)): [found]}
+    found: Files = {}
+    if not (is_data_path(source) or is_remote(source)):
+        found = _fetch(source, data)
+    elif (folder := locate_named(source)).is_file() or is_saved(folder):
+        found = {next(iter(data.splits)): [folder if folder.is_file() else note_files(source, folder)]}
+    else:
+        paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+        names = [
+            path.relative_to(folder).as_posix() for path in paths if _is_data(path.name) or is_saved(path)
+        ]
+        chosen = _choose(source, data, names)
+        found = {split: [note_files(source, folder, one) for one in ones] for split, ones in chosen.items()}
     return {split: found.get(split, ()) for split in Split}
 
 
-def _find_here(source: str, layout: DataLayout) -> Files | Path:
-    folder = locate_named(source)
-    if folder.is_file():
-        return folder
-    if is_saved(folder):
-        return _note(source, folder, [folder])[0]
-    names = [
-        path.relative_to(folder).as_posix() for place in _FOLDERS for path in (folder / place).glob("*.*")
-    ]
-    found: dict[Split, Sequence[Path]] = {}
-    for split, (files, stems) in layout.splits.items():
-        paths = find_saved_split(folder, stems) or [folder / file for file in files]
-        if not all(path.exists() for path in paths):
-            paths = [folder / name for name in _choose(source, names, stems)]
-        found[split] = _note(source, folder, paths)
-    return found
-
-
-def _find_by_id(source: str, layout: DataLayout) -> Files | Path:
-    """Return the files of a hub's data set, or its only one."""
-    name, needed = source.rpartition("/")[2], next(iter(layout.splits))
-    shown = dict.fromkeys((layout.saved_as or name.lower(), name))
+def _fetch(source: str, data: DataSet) -> Files:
+    """Return the files of a data set that the store or a hub has."""
+    name = source.rpartition("/")[2]
+    shown = dict.fromkeys((data.saved_as or name.lower(), name))
     # Such as gsm8k_train.
-    saved = {
-        split: tuple(f"{one}_{stem}" for stem in stems for one in shown)
-        for split, (_, stems) in layout.splits.items()
+    saved_as = {
+        split: [f"{one}_{stem}" for stem in stems for one in shown]
+        for split, (_, stems) in data.splits.items()
     }
-    found: dict[Split, Sequence[Path]] = {}
-    try:
-        if layout.is_unknown:
-            folders = {split: fetch_saved_split(source, names) for split, names in saved.items()}
-            if folders[needed] is not None:
-                return {split: [path] for split, path in folders.items() if path is not None}
-            names = list_data_files(source)
-            data = [name for name in names if name.endswith(DATA_SUFFIXES)]
-            if len(data) == 1:
-                return fetch_data_file(source, data[0])
-        for split, (files, stems) in layout.splits.items():
-            if layout.is_unknown:
-                files = _choose(source, data, stems, is_needed=split is needed)
-            # A saved folder has all files of a split.
-            paths = [
-                fetch_data_file(source, file, () if layout.is_unknown else saved[split]) for file in files
-            ]
-            found[split] = list(dict.fromkeys(paths))
-    except (RemoteMissing, HubUnreachable) as error:
-        raise DataError(
-            f"task.source={source} is not to be had ({split_error(str(error))[0]})",
-            allowed="a data set in the store or on a hub that answers, or a local copy",
-            next_step="copy the data set here and name its folder in task.source; or run `strop stage` where"
-            " the hub can be reached",
-        ) from error
-    return found
 
+    def find_saved() -> Files:
+        found = {split: fetch_saved_split(source, names) for split, names in saved_as.items()}
+        is_whole = next(iter(found.values())) is not None and (all(found.values()) or not data.held_out)
+        return {split: [path] for split, path in found.items() if path is not None and is_whole}
 
-def _choose(source: str, names: Sequence[str], stems: Sequence[str], *, is_needed: bool = True) -> list[str]:
-    """Return the files of a split, from the first folder and stem that has some. Raises: DataError."""
-    names = [name for name in names if name.endswith(DATA_SUFFIXES)]
-    for folder in _FOLDERS:
-        inside = [name for name in names if name.rpartition("/")[0] == folder]
-        for stem in stems:
-            if files := [name for name in inside if name.rpartition("/")[2].startswith(stem)]:
-                return sorted(files)
-    if not is_needed:
-        return []
+    def find_named() -> Files:
+        # Another data set for evaluation has other files.
+        known = [*data.train, *data.held_out] if data.train or source == data.source else []
+        chosen = _choose(source, data, known or [*filter(_is_data, list_data_files(source))])
+        return {split: [fetch_data_file(source, file) for file in files] for split, files in chosen.items()}
+
+    faults = []
+    for find in (find_saved, find_named) if read_policy().asks_store_first else (find_named, find_saved):
+        try:
+            if found := find():
+                return found
+        except (RemoteMissing, HubUnreachable) as error:
+            faults.append(given_of(error))
     raise DataError(
-        f"task.source={source} has no file named {' or '.join(f'{stem}*' for stem in stems)}; its data files"
-        f" are {', '.join(names[:5]) or 'none'}",
-        allowed=f"a file of {', '.join(DATA_SUFFIXES)}, or a folder or hub id with such files, in itself, in"
-        f" {' or '.join(_FOLDERS[1:])}",
-        next_step="correct task.source, rename the files so, or name a single file, which is then split",
+        f"task.source={source} is not to be had ({'; '.join(faults)})",
+        allowed=f"a data set in the store, perhaps as {', '.join(itertools.chain(*saved_as.values()))}; or on"
+        " a hub that answers; or a local copy",
+        next_step="copy the data set here and name its folder in task.source; or run `strop stage` where the"
+        " hub can be reached",
     )
 
 
-def _note(source: str, folder: Path, paths: Sequence[Path]) -> Sequence[Path]:
-    """Record data files for collectors, those of saved folders one by one, and return `paths`."""
-    for path in paths:
-        for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*"))):
-            name = file.relative_to(folder).as_posix()
-            note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
-    return paths
+def _is_data(name: str) -> bool:
+    return name.endswith(DATA_SUFFIXES)
+
+
+def _choose(source: str, data: DataSet, names: Sequence[str]) -> Mapping[Split, Sequence[str]]:
+    """Choose from names the files of both splits: those that the data set names, else by their stems.
+
+    Raises: DataError if a split that has to be there has none.
+    """
+    needed, chosen = next(iter(data.splits)), dict[Split, Sequence[str]]()
+    if len(names) == 1 and not (data.train and data.held_out):
+        return {needed: names}
+    for split, (files, stems) in data.splits.items():
+        starts = [f"{folder}/{stem}".lstrip("/") for folder in _FOLDERS for stem in stems]
+        # From the first folder and stem that has some.
+        found = (sorted(one for one in names if re.fullmatch(rf"{start}[^/]*", one)) for start in starts)
+        is_known = bool(files) and {*files} <= {*names}
+        chosen[split] = files if is_known else next(filter(None, found), ())
+        if not chosen[split] and (split is needed or data.held_out):
+            raise DataError(
+                f"task.source={source} has no file named {' or '.join(f'{stem}*' for stem in stems)}; its"
+                f" data files are {', '.join(names[:5]) or 'none'}",
+                allowed=f"a file of {', '.join(DATA_SUFFIXES)}, or a folder or hub id with such files, in"
+                f" itself, in {' or '.join(_FOLDERS[1:])}",
+                next_step="correct task.source, rename the files, or name a single file, which is then split",
+            )
+    return chosen
 
 
 def is_saved(path: Path) -> bool:
@@ -207,9 +231,13 @@ def is_saved(path: Path) -> bool:
     return (path / _STATE).is_file()
 
 
-def find_saved_split(folder: Path, stems: Sequence[str]) -> list[Path]:
-    """Return the folder of the first of these splits that the datasets library saved there, if any."""
-    return [folder / stem for stem in stems if is_saved(folder / stem)][:1]
+def note_files(source: str, folder: Path, name: str = "") -> Path:
+    """Record a data file in a folder for collectors, all those of a saved split; return its path."""
+    path = folder / name
+    for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*"))):
+        file_name = file.relative_to(folder).as_posix()
+        note_data_file(DataFile(source=source, name=file_name, path=file, origin="disk"))
+    return path
 
 
 def _read_saved(path: Path) -> list[Table]:
@@ -446,8 +474,8 @@ class _Said(BaseModel):
     content: _Text
 
 
-class _Columns(BaseModel):
-    """The keys of a row."""
+class SftRow(BaseModel):
+    """One row in its checked form."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -464,55 +492,54 @@ class _Columns(BaseModel):
     """Origin of the row; sft.subset selects by it."""
     weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Weight of each of its tokens in the loss."""
-    train_on: Literal["assistant", "last", "all"] | None = None
+    train_on: Literal["assistant", "last", "all"]
     """Default: sft.train_on."""
+    _place: str = PrivateAttr("")
 
+    @classmethod
+    def read(cls, row: Row, train_on: str) -> Self:
+        """Check one row; `train_on` is the default of the row's key.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SftRow:
-    """One row in its checked form."""
+        Raises: DataError naming the row and the fault.
+        """
+        try:
+            read = cls.model_validate({"train_on": train_on, **_without_none(row.values)})
+        except ValidationError as error:
+            fault = error.errors()[0]
+            key = ".".join(map(str, fault["loc"])) or "keys"
+            allowed = f"{fault['msg']}; keys are {', '.join(cls.model_fields)}"
+            raise bad_row(f"{row.place} has {key}={fault['input']!r:.80}", allowed) from error
+        read._place = row.place
+        return read
 
-    messages: tuple[Message, ...]
-    """The last one is a reply."""
-    prompt_id: str
-    """Hash of the prompt."""
-    problem: str | None
-    source: str | None
-    weight: float
-    train_on: str
-    place: str
+    @model_validator(mode="after")
+    def _check_turns(self) -> Self:
+        roles = [one.role for one in self.turns]
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("both prompt and messages, or neither")
+        if roles[-1] != SPEAKER or roles[0] == SPEAKER or (SPEAKER, SPEAKER) in itertools.pairwise(roles):
+            raise ValueError(
+                f"a question first, a reply of the assistant last, something between two replies: {roles}"
+            )
+        return self
 
+    @cached_property
+    def turns(self) -> tuple[Message, ...]:
+        """All messages. The last one is a reply."""
+        asked = [("user", self.prompt)] if self.prompt else []
+        asked += [(one.role, one.content) for one in self.messages or ()]
+        replied = [(SPEAKER, self.completion)] if self.completion else []
+        return tuple(Message(role=role, content=content) for role, content in [*asked, *replied])
 
-def read_sft_row(row: Row, train_on: str = SPEAKER) -> SftRow:
-    """Check one row; `train_on` is the default of the row's key.
+    @property
+    def prompt_id(self) -> str:
+        """Hash of the prompt."""
+        asked = [(one.role, one.text) for one in self.turns[:-1]]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
-    Raises: DataError naming the row and the fault.
-    """
-    try:
-        columns = _Columns.model_validate(_without_none(row.values))
-    except ValidationError as error:
-        fault = error.errors()[0]
-        key = ".".join(map(str, fault["loc"]))
-        allowed = f"{fault['msg']}; keys are {', '.join(_Columns.model_fields)}"
-        raise malformed(row, f"has {key}={fault['input']!r:.80}", allowed) from error
-    if (columns.prompt is None) == (columns.messages is None):
-        raise malformed(row, "has both prompt and messages, or neither", "one of the two")
-    said = [(one.role, one.content) for one in columns.messages or ()] or [("user", columns.prompt or "")]
-    said += [] if columns.completion is None else [(SPEAKER, columns.completion)]
-    roles = [role for role, _ in said]
-    pairs = itertools.pairwise(roles)
-    if roles[-1] != SPEAKER or roles[0] == SPEAKER or any(one == other == SPEAKER for one, other in pairs):
-        allowed = "a question first, a reply of the assistant last, and something between two replies"
-        raise malformed(row, f"has roles {roles}", allowed)
-    return SftRow(
-        messages=tuple(Message(role=role, content=content) for role, content in said),
-        prompt_id=hashlib.sha256(json.dumps(said[:-1]).encode()).hexdigest()[:16],
-        problem=columns.problem,
-        source=columns.source,
-        weight=columns.weight,
-        train_on=columns.train_on or train_on,
-        place=row.place,
-    )
+    def malformed(self, fault: str, allowed: str) -> DataError:
+        """Return the error for a row that cannot be used."""
+        return bad_row(f"{self._place} {fault}", allowed)
 
 
 def _without_none(value: Any) -> Any:
@@ -522,8 +549,3 @@ def _without_none(value: Any) -> Any:
     if not hasattr(value, "items"):
         return value
     return {key: _without_none(item) for key, item in value.items() if item is not None}
-
-
-def malformed(row: Row | SftRow, fault: str, allowed: str) -> DataError:
-    """Return the error for a malformed row."""
-    return bad_row(f"{row.place} {fault}", allowed=allowed)

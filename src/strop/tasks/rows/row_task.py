@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,29 +16,16 @@ from typing_extensions import override
 from strop.errors import DataError
 from strop.rollout import Example, Message, Split
 from strop.spec.task import SOURCE_HELP, TaskSpec
+from strop.spec.template import fill, list_names
+from strop.tasks.answers import show_answer
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
-from strop.tasks.rows.layout import DataLayout, Row, bad_row, find_files, read_rows
+from strop.tasks.rows.layout import DataSet, Row, bad_row, find_files, read_rows
 from strop.tasks.task import Task, TaskLimits
 from strop.tasks.version import fit_limits, hash_version
 
 _HELD_OUT_SHARE = 10
 """One question in this many of data without splits is held out, if no number is set."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowReading:
-    """How rows become examples."""
-
-    layout: DataLayout
-    to_example: Callable[[Row], Example | str]
-    """The example, or why the row is left out, which is counted. Raises DataError naming the row, if a column
-    is missing or malformed."""
-    question: Callable[[Example], str]
-    """Examples with the same question, except for white space, are one example. Of data without splits,
-    questions with one `normal_text` are in the same split."""
-    one_answer: bool = False
-    """Whether a question that is repeated with another answer is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,15 +51,22 @@ class SplitExamples:
 
 
 def read_examples(
-    reading: RowReading, source: str, *, num_train: int | None = None, num_held_out: int | None = None
+    spec: TaskSpec,
+    source: str,
+    data: DataSet,
+    to_example: Callable[[Row], Example | str],
+    question_of: Callable[[Example], str],
 ) -> SplitExamples:
-    """Read the examples of both splits, each question once; the numbers limit them, None: all.
+    """Read the examples of both splits, each question once, as many as the settings say.
 
+    `to_example`: the example of a row, or why the row is left out, which is counted; raises DataError naming
+    the row, if it is malformed. `question_of`: examples with the same question, except for white space, are
+    one example; two rows of the user's own that ask the same must have the same answer.
     Data without splits is split by the content of its questions, independent of their order. A training
     question that is also held out, compared by `normal_text`, is left out and counted.
     Raises: DataError if a file is missing, empty or malformed, or a split has no example.
     """
-    files = find_files(source, reading.layout)
+    files = find_files(source, data)
     found: dict[Split, dict[str, tuple[Example, str]]] = {split: {} for split in Split}
     rows = {
         split: [row for path in paths for row in read_rows(path, split)] for split, paths in files.items()
@@ -80,13 +75,13 @@ def read_examples(
     asked: dict[str, str] = {}
     for split in Split:
         for number, row in enumerate(rows[split]):
-            example = reading.to_example(row)
+            example = to_example(row)
             if isinstance(example, str):
                 left_out[example] += 1
                 continue
-            question = " ".join(reading.question(example).split())
+            question = " ".join(question_of(example).split())
             first, place = found[split].setdefault(question, (example, row.place))
-            if reading.one_answer and first.answer != example.answer:
+            if data.source is None and first.answer != example.answer:
                 raise bad_row(
                     f"{row.place} asks what {place} asks, with another answer: {example.answer!r:.60}",
                     allowed=f"the answer of that row, {first.answer!r:.60}",
@@ -95,13 +90,13 @@ def read_examples(
                 asked[str(number)] = question
     train, held_out = ({text: one for text, (one, _) in each.items()} for each in found.values())
     if not files[Split.HELD_OUT]:
-        train, held_out = _split_by_content(train, num_held_out)
+        train, held_out = _split_by_content(train, spec.num_held_out)
     texts = set(map(normal_text, held_out))
     kept = {text: one for text, one in train.items() if normal_text(text) not in texts}
     if len(kept) < len(train):
         left_out["held out too"] = len(train) - len(kept)
-    train, held_out = dict([*kept.items()][:num_train]), dict([*held_out.items()][:num_held_out])
-    if not held_out or (reading.layout.train and not train):
+    train, held_out = dict([*kept.items()][: spec.num_train]), dict([*held_out.items()][: spec.num_held_out])
+    if not held_out or (Split.TRAIN in data.splits and not train):
         left = ", ".join(f"{number} {why}" for why, number in left_out.items())
         is_cut = any(files[split] and not rows[split] for split in Split)
         raise DataError(
@@ -136,37 +131,32 @@ def _split_by_content(
 
 
 class RowTask(Task):
-    """A task whose examples are the rows of a data set; subclasses judge."""
+    """A task whose examples are the rows of a data set; subclasses read a row, and judge."""
 
-    def __init__(
-        self,
-        spec: TaskSpec,
-        reading: RowReading,
-        limits: TaskLimits,
-        *,
-        source: str,
-        prompt: str,
-        base_prompt: str = "",
-        verifier: str,
-    ) -> None:
+    def __init__(self, spec: Any, data: DataSet, source: str, verifier: str, **limits: Any) -> None:
         """Build the task; no data is read yet.
 
-        The two prompts are templates, of the chat and of plain text. They are part of the version, so a
-        task with its own `render` puts all of its wording into them.
+        The prompts of the data set, and `verifier`, are part of the version. `limits`: those of `TaskLimits`
+        that the data set does not say.
         """
         self.name: str = spec.name
-        self.limits = fit_limits(limits, spec)
+        own = {"stop_strings": data.stop, "base_stop_strings": data.base_stop, **limits}
+        self.limits = fit_limits(TaskLimits(max_reply_tokens=data.max_reply_tokens, **own), spec)
         self._spec = spec
-        self._reading = reading
+        self._data = data
         self._source = source
-        self._prompt = prompt
-        self._base_prompt = base_prompt
         self._verifier = verifier
+        self._places = list_names(data.prompt)
+
+    @abstractmethod
+    def to_example(self, row: Row) -> Example | str:
+        """Return the example of a row, or why the row is left out. Raises: DataError naming the row."""
 
     @cached_property
     def version(self) -> str:
         """Hash over settings, prompt, verifier, limits and the ids of all examples; reads the data."""
-        wording, data = self._prompt + self._base_prompt, self._splits.digest
+        wording = self._data.prompt + (self._data.base_prompt or "")
+        data = self._splits.digest
         return hash_version(self.name, wording, self._verifier, self.limits, self._spec, data)
 
     @property
@@ -180,7 +170,7 @@ class RowTask(Task):
 
     @override
     def examples(self, split: Split) -> Sequence[Example]:
-        if split is Split.TRAIN and not self._reading.layout.train:
+        if split not in self._data.splits:
             raise DataError(
                 f"training examples of task {self.name}",
                 allowed="held-out examples: the data set is for evaluation only",
@@ -188,24 +178,38 @@ class RowTask(Task):
             )
         return self._splits.of(split)
 
+    def ask(self, example: Example) -> Any:
+        """Return the prompt: a text, or the messages of a chat."""
+        fields = self.prompt_fields(example)
+        if self._places:
+            return fill(self._data.prompt, {name: show_answer(fields[name]) for name in self._places})
+        match asked := fields[self._data.prompt]:
+            case [*before, {"role": "assistant"}]:
+                # Rows of demonstrations hold the reply too.
+                return before
+        return asked
+
+    def question(self, example: Example) -> str:
+        """Return what a reply may repeat, and what makes an example another one."""
+        asked = self.ask(example)
+        return asked if isinstance(asked, str) else "\n".join(one["content"] for one in asked)
+
     @override
     def render(self, example: Example) -> tuple[Message, ...]:
-        fields = self.prompt_fields(example)
-        return pose(
-            self._prompt.format(**fields),
-            base=self._base_prompt.format(**fields),
-            thinking=self._spec.thinking,
-        )
+        asked, base = self.ask(example), self._data.base_prompt
+        if not isinstance(asked, str):
+            asked = [Message(role=one["role"], content=one["content"]) for one in asked]
+        base = None if base is None else fill(base, self.prompt_fields(example))
+        return pose(asked, self._spec.thinking, base=base)
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        numbers = {"num_train": self._spec.num_train, "num_held_out": self._spec.num_held_out}
-        return read_examples(self._reading, self._source, **numbers)
+        return read_examples(self._spec, self._source, self._data, self.to_example, self.question)
 
 
-def published(hub_id: str) -> Any:
+def published(data: DataSet) -> Any:
     """Return the setting `source` with the place of a published data set as its default."""
-    return Field(default=hub_id, min_length=1, description=SOURCE_HELP.format(hub_id))
+    return Field(default=data.source, min_length=1, description=SOURCE_HELP.format(data.source))
 
 
 def gold_of(example: Example) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from typing_extensions import override
 
-from strop.errors import ConfigError, DataError
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import UserCodeSection, UserTaskSpec
 from strop.tasks.prompt import pose
@@ -35,16 +35,6 @@ OPENING_SEED = 0
 """Seed of the openings that a plan and the gate measure; rollouts have other seeds."""
 _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "own-2"
-
-
-def require_whole(name: str, example: Example) -> None:
-    """Refuse an example that has lost a field: most classes would judge every reply to it wrong.
-
-    Raises: DataError.
-    """
-    whole = make_example(name, example.fields, example.answer)
-    if not example.fields or whole.example_id != example.example_id:
-        raise DataError(f"example {example.example_id} of task {name} lacks a part of what it was made with")
 
 
 class OwnTask(Task):
@@ -111,7 +101,6 @@ class OwnTask(Task):
 
     @override
     async def verify(self, example: Example, text: str) -> Outcome:
-        require_whole(self.name, example)
         return self.to_outcome(await call_foreign(self._own.verify, example, text))
 
     def to_outcome(self, found: Any) -> Outcome:
@@ -179,47 +168,36 @@ def collect(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
     ref = CodeRef(**order["ref"])
     with blaming(ref, "be made with its settings"):
         task = make_task(kind, order["values"])
-    limits, own_gold = getattr(task, "limits", None), getattr(task, "gold_replies", None)
-    if not isinstance(limits, TaskLimits | None):
-        raise _refuse(ref, f"has limits of type {type(limits).__name__}", "a TaskLimits of strop.tasks")
-    render = getattr(task, "render", None) or partial(_open, kind, order, ref)
-    gold, problem_of = own_gold or (lambda _: ()), getattr(task, "problem_of", None) or (lambda _: None)
+        limits = getattr(task, "limits", None)
+        told = {} if limits is None else dataclasses.asdict(limits)
+    render = getattr(task, "render", None) or partial(_open, partial(make_task, kind, order["values"]))
+    gold, problem_of = getattr(task, "gold_replies", None), getattr(task, "problem_of", None)
     splits: dict[str, dict[str, Any]] = {split.value: {} for split in Split}
     for split, rows in splits.items():
         with blaming(ref, f"give its examples of {split}"):
-            given = list(task.examples(Split(split)))
-        for value in given:
-            example = _read_example(value, ref, order["name"])
-            shown = f"{dict(example.fields)!r:.80}"
-            with blaming(ref, f"write the prompt of {shown}"):
-                prompt = render(example)
-            with blaming(ref, f"say a right reply to {shown}"):
-                replies = [one if isinstance(one, str) else TURN.join(one) for one in gold(example)]
-            with blaming(ref, f"name the problem of {shown}"):
-                problem = problem_of(example)
-            rows[example.example_id] = {
-                "fields": dict(example.fields),
-                "answer": example.answer,
-                "messages": _to_messages(prompt, ref),
-                "gold": replies,
-                "problem": None if problem is None else str(problem),
-            }
-        if not rows:
-            raise _refuse(ref, f"has no examples of {split}", "at least one in each split")
-    told = {} if limits is None else dataclasses.asdict(limits)
-    return {"limits": told, "knows_gold": own_gold is not None, "splits": splits}
+            examples = [_read_example(value, order["name"]) for value in task.examples(Split(split))]
+            if not examples:
+                raise ValueError("it has none, and each split needs one")
+        for example in examples:
+            with blaming(ref, f"pose {dict(example.fields)!r:.80}"):
+                replies, problem = gold(example) if gold else (), problem_of(example) if problem_of else None
+                rows[example.example_id] = {
+                    "fields": dict(example.fields),
+                    "answer": example.answer,
+                    "messages": [one.to_json() for one in to_messages(render(example))],
+                    "gold": [one if isinstance(one, str) else TURN.join(one) for one in replies],
+                    "problem": None if problem is None else str(problem),
+                }
+    return {"limits": told, "knows_gold": gold is not None, "splits": splits}
 
 
-def _open(kind: Any, order: Mapping[str, Any], ref: CodeRef, example: Example) -> Any:
-    """Return an environment's opening of an example. Raises: ConfigError if it varies with equal seeds."""
-    worlds = [make_task(kind, order["values"]) for _ in range(2)]
-    first, second = [asyncio.run(call_foreign(opening_of(one), example, OPENING_SEED)) for one in worlds]
+def _open(make: Callable[[], Any], example: Example) -> Any:
+    """Return an environment's opening of an example. Raises: ValueError if it varies with equal seeds."""
+    first, second = (
+        asyncio.run(call_foreign(opening_of(world), example, OPENING_SEED)) for world in (make(), make())
+    )
     if first != second:
-        raise _refuse(
-            ref,
-            f"opens {dict(example.fields)!r:.80} for the same seed with {first!r:.80}, then {second!r:.80}",
-            "a reset that draws from its seed alone",
-        )
+        raise ValueError(f"its reset returns for the same seed {first!r:.80}, then {second!r:.80}")
     return first
 
 
@@ -229,35 +207,28 @@ def opening_of(world: Any) -> Callable[[Example, int], Any]:
     return method
 
 
-def _read_example(value: Any, ref: CodeRef, name: str) -> Example:
-    """Return an example of a class: a table of fields, or an `Example`. Raises: ConfigError for others."""
-    if isinstance(value, Mapping):
-        fields, answer = {key: one for key, one in value.items() if key != "answer"}, value.get("answer")
-    elif isinstance(value, Example):
-        fields, answer = dict(value.fields), value.answer
-    else:
-        raise _refuse(ref, f"gives an example {value!r:.80}", "tables of fields, perhaps with an answer")
-    with blaming(ref, f"give the example {value!r:.80}"):
-        return make_example(name, fields, None if answer is None else str(answer))
+def _read_example(value: Any, name: str) -> Example:
+    """Return an example of a class: a table of fields, or an `Example`. Raises: TypeError for others."""
+    if isinstance(value, Example):
+        return make_example(name, value.fields, value.answer)
+    if not isinstance(value, Mapping):
+        raise TypeError(f"an example {value!r:.80} is no table of fields, perhaps with an answer")
+    fields, answer = {key: one for key, one in value.items() if key != "answer"}, value.get("answer")
+    return make_example(name, fields, None if answer is None else str(answer))
 
 
-def _to_messages(prompt: Any, ref: CodeRef) -> list[dict[str, Any]]:
-    """Return a prompt's messages as JSON. Raises: ConfigError for what is none."""
-    if isinstance(prompt, str | Message):
-        prompt = [Message(role="user", content=prompt) if isinstance(prompt, str) else prompt]
-    try:
-        messages = [one if isinstance(one, Message) else Message.from_json(one) for one in prompt or ()]
-    except (DataError, TypeError) as error:
-        messages, prompt = [], f"{prompt!r:.80} ({error})"
-    if not messages or not all(message.role and (message.text or message.tool_calls) for message in messages):
-        raise _refuse(ref, f"asks {prompt!s:.400}", "a text, or messages with role and content")
-    return [message.to_json() for message in messages]
-
-
-def _refuse(ref: CodeRef, fault: str, allowed: str) -> ConfigError:
-    return ConfigError(
-        f"{ref} {fault}", allowed=allowed, next_step=f"correct {ref.path if ref.is_file else ref}"
-    )
+def to_messages(said: Any) -> tuple[Message, ...]:
+    """Convert an author's text or messages to messages. Raises: DataError for anything else, or nothing."""
+    parts = [said] if isinstance(said, str | Message) else [*(said or ())]
+    messages = [Message(role="user", content=part) if isinstance(part, str) else part for part in parts]
+    messages = [one if isinstance(one, Message) else Message.from_json(one) for one in messages]
+    if not messages or not all(one.role and (one.text or one.tool_calls) for one in messages):
+        raise DataError(
+            f"the code says {said!r:.80}",
+            allowed="a text, or messages with role and content",
+            next_step="correct its render, reset or step",
+        )
+    return tuple(messages)
 
 
 if __name__ == "__main__":

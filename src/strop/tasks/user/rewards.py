@@ -1,6 +1,6 @@
-"""Reward functions of the user's.
+"""Rewards, and reward functions of the user's.
 
-A reward takes a reply and the values of its row by name, and returns named parts. The return value of a
+A function takes a reply and the values of its row by name, and returns named parts. The return value of a
 user's function is checked: a text, NaN or a list of another length is an error, not a reward of 0.
 """
 
@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import override
+
 from strop.errors import ConfigError
-from strop.rollout import Failure, FailureOwner, Outcome
+from strop.rollout import Example, FailureOwner, Outcome
+from strop.tasks.answers import show_answer
 from strop.tasks.failures import catch_failure
 from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
 
@@ -30,8 +34,40 @@ FULL_MARKS_SLACK = 1e-9
 _REWARD = "reward"
 
 
-class UserReward:
-    """A user's reward function, called by the names of its parameters."""
+class Reward(ABC):
+    """One of the rewards that replies to rows earn."""
+
+    name: str
+    identity: str
+    """What of it is in the task's version."""
+    compares = False
+    """Whether it judges the replies to an example beside each other."""
+    allowed = ""
+    """What answers it compares with; empty: it needs none."""
+
+    def read_answer(self, value: Any) -> str:
+        """Return a row's answer as it is compared. Raises: ValueError if it is none."""
+        return show_answer(value)
+
+    def warm_up(self) -> None:
+        """Load what judging needs."""
+        return
+
+    @abstractmethod
+    async def score(
+        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
+    ) -> list[Outcome]:
+        """Judge replies to an example, whose row has these values; each outcome has parts of the reward.
+
+        Raises: any exception that concerns all of the replies.
+        """
+
+
+class UserReward(Reward):
+    """A user's reward function, called by the names of its parameters.
+
+    One of TRL's form gets all replies to an example at once, and may compare them.
+    """
 
     def __init__(self, text: str) -> None:
         """Inspect the function without loading it.
@@ -41,44 +77,42 @@ class UserReward:
         self.ref = CodeRef.parse(text)
         self.name = self.ref.name
         self.signature: InspectedFunction = inspect_function(self.ref)
-        self.digest = hash_sources(self.ref.path)
+        self._digest = hash_sources(self.ref.path)
         """Hash of the file and its imports from the same folder, as they are now."""
+        self.identity = f"{self.ref} {self._digest}"
+        self.compares = REPLIES in self.signature.parameters
+        self.where = f"{self.ref} (line {self.signature.line})"
+        """The function and its line, for messages."""
         if not {REPLY, REPLIES} & set(self.signature.parameters):
             parameters = ", ".join(self.signature.parameters) or "nothing"
             raise ConfigError(
-                f"{self.ref} (line {self.signature.line}) takes {parameters}, and no reply",
+                f"{self.where} takes {parameters}, and no reply",
                 allowed=_FORMS,
                 next_step="name the parameter that takes the reply so",
             )
 
-    def load(self) -> Callable[..., Any]:
-        """Load the function into this process. Raises: ConfigError like `load_code`."""
-        function: Callable[..., Any] = load_code(self.ref, self.digest)
-        return function
+    @override
+    def warm_up(self) -> None:
+        self._load()
 
-    @property
-    def takes_group(self) -> bool:
-        """Whether it has TRL's form, which gets all replies to an example at once and may compare them."""
-        return REPLIES in self.signature.parameters
+    @override
+    async def score(
+        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
+    ) -> list[Outcome]:
+        """Call the function. An exception of strop's form, or a score that is not allowed, fails its reply.
 
-    @property
-    def where(self) -> str:
-        """The function and its line, for messages."""
-        return f"{self.ref} (line {self.signature.line})"
-
-    async def score(self, values: Mapping[str, Any]) -> Parts:
-        """Call a function of strop's form with the values that it takes, the reply among them.
-
-        Raises: TypeError or ValueError if its return value is not allowed; any exception of the function.
+        Raises: of TRL's form TypeError if it returns no list as long as the replies; any exception of it.
         """
-        return to_parts(await self._call(values), self.name, self.where)
+        scores = await self._score_group(values, replies) if self.compares else [None] * len(replies)
+        found: list[Outcome] = []
+        for reply, score in zip(replies, scores, strict=True):
+            with catch_failure(FailureOwner.TASK) as caught:
+                value = score if self.compares else await self._call({**values, REPLY: reply})
+                found.append(Outcome(parts=to_parts(value, self.name, self.where)))
+            found += [] if caught.failure is None else [Outcome(parts={}, failure=caught.failure)]
+        return found
 
-    async def score_group(self, values: Mapping[str, Any], replies: Sequence[str]) -> list[Parts | Failure]:
-        """Call a function of TRL's form with the replies to one example, and lists as long as these.
-
-        A score that is not allowed is the failure of its reply alone.
-        Raises: TypeError if it returns no list, or one of another length; any exception of the function.
-        """
+    async def _score_group(self, values: Mapping[str, Any], replies: Sequence[str]) -> Sequence[Any]:
         is_chat = not isinstance(values["prompt"], str)
         lists = {key: value for key, value in values.items() if key not in RESERVED or key == "answer"}
         lists["prompts"] = values["prompt"]
@@ -91,16 +125,16 @@ class UserReward:
             raise TypeError(
                 f"{self.where} returned {kind} for {len(replies)} completions; allowed: a list of as many"
             )
-        found: list[Parts | Failure] = []
-        for score in scores:
-            with catch_failure(FailureOwner.TASK) as caught:
-                found.append(to_parts(score, self.name, self.where))
-            found += [] if caught.failure is None else [caught.failure]
-        return found
+        return scores
+
+    def _load(self) -> Callable[..., Any]:
+        """Load the function into this process. Raises: ConfigError like `load_code`."""
+        function: Callable[..., Any] = load_code(self.ref, self._digest)
+        return function
 
     async def _call(self, values: Mapping[str, Any]) -> Any:
         names = values if self.signature.takes_others else self.signature.parameters
-        return await call_foreign(self.load(), **{key: values[key] for key in names if key in values})
+        return await call_foreign(self._load(), **{key: values[key] for key in names if key in values})
 
 
 async def call_foreign(function: Callable[..., Any], /, *values: Any, **named: Any) -> Any:

@@ -6,22 +6,27 @@ judge replies.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from strop.rollout import Example, Outcome
 from strop.spec.base import SpecConflict, Unhashed, expert
+from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import SOURCE_HELP, CodeTaskSection
-from strop.spec.template import list_names, refuse_malformed
+from strop.spec.template import refuse_malformed
 from strop.tasks.answers import show_answer
 from strop.tasks.code.extraction import SPARE_VERIFY_S, WALL_S, judge_reply
 from strop.tasks.code.row_tests import read_tests
-from strop.tasks.rows.judged_rows import COMPARING, REWARD_HELP, SANDBOXED, JudgedRows, RewardSection, RowForm
-from strop.tasks.rows.layout import DataLayout, Row
+from strop.tasks.rows.judged_rows import COMPARING, REWARD_HELP, SANDBOXED, JudgedRows, RewardSection
+from strop.tasks.rows.layout import DataSet
+from strop.tasks.user.rewards import Reward
 
 _MAX_REPLY_TOKENS = 1024
-_TESTS = "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md"
 _USUAL_GOLD = {"math": ("\\boxed{{{answer}}}",), "json-schema": (), SANDBOXED: ()}
 """How a reply looks that says the answer to a reward, if not the answer alone."""
 
@@ -77,16 +82,37 @@ class RowsSpec(CodeTaskSection, RewardSection):
         return self
 
 
+class PythonTests(Reward):
+    """The tests of a row, run over the reply's program."""
+
+    name = identity = SANDBOXED
+    allowed = (
+        "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md"
+    )
+
+    def __init__(self, spec: SandboxSettings) -> None:
+        self._spec = spec
+
+    @override
+    def read_answer(self, value: Any) -> str:
+        read_tests(value)
+        return show_answer(value)
+
+    @override
+    async def score(
+        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
+    ) -> list[Outcome]:
+        tests = read_tests(values["answer"])
+        judged = await asyncio.gather(*(judge_reply(reply, tests, self._spec) for reply in replies))
+        return [replace(one, parts={self.name: one.parts["correct"]}) for one in judged]
+
+
 class Rows(JudgedRows):
     """The rows of a file. The same prompt must have the same answer."""
 
-    _spec: RowsSpec
-
     def __init__(self, spec: RowsSpec) -> None:
         usual = () if spec.answer is None else _USUAL_GOLD.get(spec.reward[0], ("{answer}",))
-        form = RowForm(
-            layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",), is_unknown=True),
-            fields={},
+        data = DataSet(
             answer=spec.answer,
             prompt=spec.prompt,
             gold=usual if spec.gold is None else (spec.gold,),
@@ -95,29 +121,15 @@ class Rows(JudgedRows):
         )
         # Programs alone are limited by their sandbox.
         is_mixed = spec.runs_programs and len(spec.reward) > 1
-        super().__init__(spec, form, spec.source, WALL_S + SPARE_VERIFY_S if is_mixed else 0.0)
-        if spec.runs_programs:
-            self._readers[SANDBOXED] = _read_tests, _TESTS
-        asked = dict.fromkeys(self._names or [spec.prompt], f"task.prompt={spec.prompt!r}")
-        shown = {name: f"task.gold={spec.gold!r}" for name in list_names(spec.gold or "") if name != "answer"}
-        compared = {} if spec.answer is None else {spec.answer: f"task.answer={spec.answer!r}"}
-        self._needed |= asked | shown | compared
+        super().__init__(spec, data, spec.source, WALL_S + SPARE_VERIFY_S if is_mixed else 0.0)
 
+    @override
+    def make_reward(self, name: str, spec: Any) -> Reward:
+        return PythonTests(spec) if name == SANDBOXED else super().make_reward(name, spec)
+
+    @override
     def entry_point(self, example: Example) -> str | None:
         """Return how a reply's program is used, if its tests alone decide."""
         if self._spec.reward != (SANDBOXED,) or example.answer is None:
             return None
-        return next(iter(read_tests(self._answer_of(example)).names), "")
-
-    def _read(self, row: Row) -> tuple[dict[str, Any], Any]:
-        return dict(row.values), row.values.get(self._form.answer or "")
-
-    async def _judge(self, name: str, example: Example, text: str) -> Outcome:
-        if name != SANDBOXED:
-            return await super()._judge(name, example, text)
-        return await judge_reply(text, read_tests(self._answer_of(example)), self._spec)
-
-
-def _read_tests(answer: Any) -> str:
-    read_tests(answer)
-    return show_answer(answer)
+        return next(iter(read_tests(self.answer_of(example)).names), "")

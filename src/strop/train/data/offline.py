@@ -26,7 +26,7 @@ from strop.spec.run import RunSpec
 from strop.store.data_files import DataFile, locate_named, note_data_file
 from strop.tasks import Task
 from strop.tasks.prompt import PromptFormat, resolve_prompt_format
-from strop.tasks.rows.layout import find_saved_split, is_saved
+from strop.tasks.rows.layout import is_saved, note_files
 from strop.tokenizer import Tokenizer
 
 OVERLONG = "longer than the model's positions"
@@ -412,11 +412,8 @@ def find_source(source: str, *, setting: str = "sft.source") -> Path:
             " or a URI of a store",
             next_step=f"correct the path in {setting}",
         )
-    if path.is_dir() and (saved := find_saved_split(path, ("train",)) or [path] * is_saved(path)):
-        for file in sorted(entry for entry in saved[0].rglob("*") if entry.is_file()):
-            name = file.relative_to(saved[0]).as_posix()
-            note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
-        return saved[0]
+    if (saved := next(filter(is_saved, (path / "train", path)), None)) is not None:
+        return note_files(source, saved)
     if path.is_dir():
         from strop.train.data.sft_sources import find_rollouts_files
 

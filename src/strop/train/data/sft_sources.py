@@ -16,7 +16,7 @@ from strop.record.files import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.offline import SftSpec
 from strop.tasks.prompt import end_id_of, render_prompt
-from strop.tasks.rows.layout import SPEAKER, SftRow, malformed, read_rows, read_sft_row
+from strop.tasks.rows.layout import SPEAKER, SftRow, read_rows
 from strop.tasks.task import list_names
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import (
@@ -41,7 +41,7 @@ def read_file_demonstrations(spec: SftSpec, path: Path, framing: Framing) -> Dem
     Raises: DataError naming the row, for one that is malformed; or if none is left, or too many do not fit.
     """
     assert spec.source is not None
-    rows = [read_sft_row(row, spec.train_on) for row in read_rows(path)]
+    rows = [SftRow.read(row, spec.train_on) for row in read_rows(path)]
     chosen = [row for row in rows if spec.subset in (None, row.source)]
     require_some(spec.source, rows, "it has no row")
     names = Counter("none" if row.source is None else repr(row.source) for row in rows)
@@ -77,12 +77,11 @@ def render_row(row: SftRow, framing: Framing) -> list[Candidate]:
     try:
         pieces = list(_walk(row, framing))
     except ConfigError as error:
-        raise malformed(
-            row, f"cannot be rendered: {error}", "messages that the model's chat template takes"
-        ) from error
+        allowed = "messages that the model's chat template takes"
+        raise row.malformed(f"cannot be rendered: {error}", allowed) from error
     if row.train_on == "all" and len(pieces) > 1:
         allowed = "train_on = assistant or last with this model, or a conversation with one reply"
-        raise malformed(row, "is trained on in full, and the chat template rewrites what was said", allowed)
+        raise row.malformed("is trained on in full, and the chat template rewrites what was said", allowed)
     if row.train_on == "last":
         pieces = pieces[-1:]
         pieces[0].texts[:-1] = [None] * (len(pieces[0].texts) - 1)
@@ -91,7 +90,7 @@ def render_row(row: SftRow, framing: Framing) -> list[Candidate]:
 
 def _walk(row: SftRow, framing: Framing) -> Iterator[_Piece]:
     """Extend a conversation reply by reply; begin a new piece where it cannot be extended."""
-    tokenizer, messages, chosen = framing.tokenizer, row.messages, framing.prompt_format
+    tokenizer, messages, chosen = framing.tokenizer, row.turns, framing.prompt_format
     places = [index for index, message in enumerate(messages) if message.role == SPEAKER]
     piece = _Piece(prompt_ids=render_prompt(tokenizer, messages[: places[0]], chosen)[1])
     for index, place in enumerate(places):
@@ -120,9 +119,8 @@ def _encode_reply(framing: Framing, row: SftRow, text: str) -> tuple[str, IntArr
         text = text.rstrip().removesuffix(end)
     token_ids = tokenizer.encode(text)
     if not len(token_ids) or set(token_ids.tolist()) & tokenizer.stop_token_ids:
-        raise malformed(
-            row, "has a reply that is only a terminator, or goes on behind one", "one terminator, at the end"
-        )
+        fault = "has a reply that is only a terminator, or goes on behind one"
+        raise row.malformed(fault, "one terminator, at the end")
     return text, np.append(token_ids, np.int32(end_id_of(tokenizer, framing.prompt_format)))
 
 
