@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.rows.layout import SftRow, read_rows
 from strop.tasks.user.rows import RowsSpec
 from tests.fixtures.demonstrations import make_framing, read
 from tests.fixtures.judging import run_self_test, verdict
@@ -67,23 +63,3 @@ def test_a_demonstration_that_misses_its_gold_fails_the_self_test(tmp_path: Path
     (finding,) = run_self_test(task, task.examples(Split.TRAIN)[:1])
     (entry,) = finding.evidence
     assert (finding.probe, entry.reply, entry.reward) == ("gold", "3", 0.0)
-
-
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"completion": "4", "gold": "4"}, "prompt"),
-        ({"prompt": "a", "gold": "4"}, "assistant"),
-        ({"prompt": "a", "completion": "4", "gold": [4]}, "gold"),
-        ({**TRAIN[0], "weight": 0}, "weight"),
-        ({**TRAIN[0], "answer": "4"}, "answer"),
-        ({**TRAIN[0], "train_on": "half"}, "train_on"),
-        ({**TRAIN[0], "messages": []}, "messages"),
-    ],
-)
-def test_malformed_rows_are_refused_by_file_and_row(tmp_path: Path, row: dict[str, Any], named: str) -> None:
-    path = write_rows(tmp_path / "train.jsonl", [*TRAIN, row])
-    rows = read_rows(path)
-    assert len([SftRow.read(one, "last") for one in rows[:-1]]) == 6
-    with pytest.raises(DataError, match=rf"train\.jsonl, row 7 .*{named}"):
-        SftRow.read(rows[-1], "last")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from strop.errors import DataError
 from strop.rollout import Split
 from strop.spec.template import list_names
 from strop.tasks import build_task
@@ -25,12 +24,6 @@ def test_every_preset_of_the_package_can_be_read() -> None:
         made = {"a", "b", "c", "d", "about", "answer"}
         for template in (form.prompt, form.base_prompt or "", *form.gold):
             assert set(list_names(template)) <= {*form.fields, *made}
-
-
-def test_a_column_that_the_rows_lack_is_named(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [{"question": f"{n}?", "result": "#### 2"} for n in range(9)])
-    with pytest.raises(DataError, match=r"rows\.jsonl, row [0-9] .*answer"):
-        build_task(PresetSpec(name="gsm8k", source=str(tmp_path / "rows.jsonl"))).examples(Split.TRAIN)
 
 
 def test_a_preset_takes_rewards_beside_its_own(tmp_path: Path) -> None:

@@ -85,16 +85,8 @@ class Mixture(TasksInOne):
         return self._examples[split]
 
     def part_of(self, example: Example) -> str:
-        """Return the label of the example's part.
-
-        Raises: DataError if it belongs to none, or two parts share an example.
-        """
-        label = self._labels.get(example.example_id)
-        if label is None:
-            raise DataError(
-                f"example {example.example_id} of task {example.task} is of no part of the mixture"
-            )
-        return label
+        """Return the label of the example's part. Raises: DataError if two parts share an example."""
+        return self._labels[example.example_id]
 
     @override
     def task_of(self, example: Example) -> Task:

@@ -73,14 +73,6 @@ def test_math_reads_the_hubs_seven_folders_in_order(tmp_path: Path) -> None:
     assert [example.fields["subject"] for example in task.examples(Split.TRAIN)] == list(SUBJECTS)
 
 
-def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_folder: Path) -> None:
-    write_rows(math_folder / "test.jsonl", [*MATH_TEST, MATH_TRAIN[0]])
-    task = math(math_folder)
-    assert "-5" not in answers(task, Split.TRAIN)
-    assert "-5" in answers(task, Split.HELD_OUT)
-    assert task.counts == {"rows left out, held out too": 1}
-
-
 @pytest.mark.parametrize("strictness", ["strict", "standard", "symbolic"])
 @pytest.mark.usefixtures("symbolic")
 def test_math_passes_its_self_test_in_every_strictness(math_folder: Path, strictness: Strict) -> None:

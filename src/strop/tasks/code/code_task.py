@@ -27,7 +27,7 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.judge import JudgeJob
 from strop.tasks.code.row_tests import read_table
 from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import RowTask, optional_text, published, require_texts, wrong_type
+from strop.tasks.rows.row_task import RowTask, published, text_of
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0
 """Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
@@ -107,9 +107,9 @@ class CodeTask(RowTask):
 
 
 def _to_mbpp(row: Row) -> Example:
-    text, answer = require_texts(row, "text", "code")
+    text, code = text_of(row, "text"), text_of(row, "code").replace("\r\n", "\n")
     shown, hidden = _texts(row, "test_list"), _texts(row, "challenge_test_list")
-    setup, code = (one.replace("\r\n", "\n") for one in (optional_text(row, "test_setup_code"), answer))
+    setup = text_of(row, "test_setup_code", "").replace("\r\n", "\n")
     defined = scope_of(code).binds - scope_of(statements_of(code, Import)).binds
     in_tests = used_names("\n".join(shown))
     if defined.isdisjoint(in_tests):
@@ -131,7 +131,8 @@ def _to_mbpp(row: Row) -> Example:
 
 
 def _to_humaneval(row: Row) -> Example:
-    prompt, body, test, name = require_texts(row, "prompt", "canonical_solution", "test", "entry_point")
+    columns = ("prompt", "canonical_solution", "test", "entry_point")
+    prompt, body, test, name = (text_of(row, column) for column in columns)
     if not (name in scope_of(prompt).binds and "check" in scope_of(test).binds and parse(prompt + body)):
         raise bad_row(
             f"{row.place}: `prompt` does not begin the function {name}, `canonical_solution` does"
@@ -150,10 +151,8 @@ def _to_humaneval(row: Row) -> Example:
 
 
 def _to_apps(row: Row) -> Example | str:
-    (question,) = require_texts(row, "question")
-    starter, text, solutions = (
-        optional_text(row, key) for key in ("starter_code", "input_output", "solutions")
-    )
+    question, columns = text_of(row, "question"), ("starter_code", "input_output", "solutions")
+    starter, text, solutions = (text_of(row, column, "") for column in columns)
     try:
         # Some tests have numbers with more digits than Python parses by default; the judge parses them.
         tests = read_table(json.loads(text.strip() or '{"inputs": [], "outputs": []}', parse_int=len))
@@ -189,5 +188,5 @@ def _texts(row: Row, column: str) -> list[str]:
     values = row.values.get(column)
     values = [] if values is None else values
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise wrong_type(row, column, "a list of texts")
+        raise bad_row(f"{row.place} has {column}={values!r:.60}", "a list of texts")
     return [value.replace("\r\n", "\n") for value in values]

@@ -22,7 +22,7 @@ from strop.tasks.instructions.rules import load_detector
 from strop.tasks.instructions.tasks import Constraint, InstructedRows, judged_text, pair_constraints
 from strop.tasks.registry import import_extra
 from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import published, require_texts
+from strop.tasks.rows.row_task import published, text_of
 from strop.tasks.task import right_or_wrong
 
 PACKAGE, RELEASE = "if-verifiable", "0.1.2"
@@ -95,7 +95,7 @@ class PublishedInstructions(InstructedRows):
 
     def read(self, row: Row) -> tuple[str, list[Constraint]]:
         """Read the published columns."""
-        (prompt,) = require_texts(row, "prompt")
+        prompt = text_of(row, "prompt")
         columns = (row.values.get(name) for name in ("instruction_id_list", "kwargs"))
         constraints = pair_constraints(row, *columns)
         load_package(self.name)

@@ -24,13 +24,11 @@ from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import equivalence
 from strop.tasks.mathematics.answers import find_boxes
 from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import RowTask, optional_text, require_texts
+from strop.tasks.rows.row_task import RowTask, text_of
 from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward
 from strop.user_code import CodeRef, is_code
 
 SANDBOXED = "python-tests"
-COMPARING = (*GRADERS, SANDBOXED)
-"""Rewards that need an answer."""
 _VERIFIER = "rewards-3"
 _SYMBOLIC_LIMIT_S = 2.0
 """For sympy, whose time is not bounded by the text."""
@@ -38,7 +36,7 @@ _ROLES = ("system", "user", "assistant")
 REWARD_HELP = (
     "a function such as 'reward.py:score', called with reply, answer and the row's columns by name, or one"
     " written for TRL, which gets all replies to a prompt, or a built-in one: "
-    + ", ".join((*COMPARING, JUDGE))
+    + ", ".join((*GRADERS, SANDBOXED, JUDGE))
     + ". A list of several is added up."
 )
 
@@ -264,15 +262,14 @@ class JudgedRows(RowTask):
             return dict(row.values), row.values.get(data.answer or "")
         # Copies of a data set differ in the case of their columns.
         row = replace(row, values={column.lower(): value for column, value in row.values.items()})
-        texts = require_texts(row, *data.fields.values())
-        fields: dict[str, Any] = dict(zip(data.fields, texts, strict=True))
+        fields: dict[str, Any] = {name: text_of(row, column) for name, column in data.fields.items()}
         if data.choices is not None:
             choices = row.values.get(data.choices)
             if not isinstance(choices, list) or len(choices) != len("abcd"):
                 raise bad_row(f"{row.place} has choices {choices!r:.80}", allowed="a list of four choices")
             fields["choices"] = [str(choice) for choice in choices]
         if data.topic is not None:
-            fields["topic"] = optional_text(row, data.topic)
+            fields["topic"] = text_of(row, data.topic, "")
         value = row.values.get(str(data.answer))
         text = value if isinstance(value, str) else ""
         found = {

@@ -134,9 +134,9 @@ def read_rows(path: Path, split: Split = Split.TRAIN) -> list[Row]:
     Raises: DataError if it cannot be read.
     """
     tables = _mend_columns(_read_saved(path)) if path.is_dir() else _read_file(path)
-    places = (f"{path}, row {number}" for number in itertools.count(1))
     return [
-        Row(values=values, place=place, split=split) for values, place in zip(tables, places, strict=False)
+        Row(values=values, place=f"{path}, row {number}", split=split)
+        for number, values in enumerate(tables, start=1)
     ]
 
 

@@ -98,14 +98,12 @@ def read_examples(
     train, held_out = dict([*kept.items()][: spec.num_train]), dict([*held_out.items()][: spec.num_held_out])
     if not held_out or (Split.TRAIN in data.splits and not train):
         left = ", ".join(f"{number} {why}" for why, number in left_out.items())
-        is_cut = any(files[split] and not rows[split] for split in Split)
         raise DataError(
             f"task.source={source} has {sum(map(len, rows.values()))} rows, {len(train)} training and"
             f" {len(held_out)} held-out examples; rows left out: {left or 'none'}",
             allowed="at least one example in each split, of different questions",
-            next_step="fetch or write the file again; an interrupted download looks like this"
-            if is_cut
-            else "add rows, or the answers that are missing, or lower task.num_held_out",
+            next_step="add rows, or the answers that are missing (task.answer names their column), or lower"
+            " task.num_held_out; fetch an empty file again: an interrupted download looks like this",
         )
     return SplitExamples(
         train=tuple(train.values()),
@@ -219,33 +217,14 @@ def gold_of(example: Example) -> str:
     return example.answer
 
 
-def require_texts(row: Row, *columns: str) -> tuple[str, ...]:
-    """Return the values of columns that must hold text.
+def text_of(row: Row, column: str, default: str | None = None) -> str:
+    """Return the text of a column; `default` if it has none. Without a default it must not be empty.
 
-    Raises: DataError naming the row, if one is absent, not a text, or empty.
-    """
-    values = tuple(row.values.get(column) for column in columns)
-    texts = tuple(value for value in values if isinstance(value, str) and value.strip())
-    if len(texts) < len(columns):
-        types = {key: type(value).__name__ for key, value in row.values.items()}
-        allowed = f"{' and '.join(columns)}, texts that are not empty"
-        raise bad_row(f"{row.place} has columns {types}", allowed)
-    return texts
-
-
-def optional_text(row: Row, column: str) -> str:
-    """Return the text of a column; '' if it is missing.
-
-    Raises: DataError naming the row, if it is no text.
+    Raises: DataError naming the row, if it is empty or no text.
     """
     value = row.values.get(column)
-    if value is not None and not isinstance(value, str):
-        raise wrong_type(row, column, "a text, or nothing")
-    return value or ""
-
-
-def wrong_type(row: Row, column: str, allowed: str) -> DataError:
-    """Return the error for a row whose column has a value of another type."""
-    return bad_row(
-        f"{row.place} has a {column} of type {type(row.values.get(column)).__name__}", allowed=allowed
-    )
+    value = default if value is None else value
+    if not isinstance(value, str) or not (value.strip() or default is not None):
+        fault = f"{row.place} has {column}={value!r:.60}; its columns are {', '.join(row.values)}"
+        raise bad_row(fault, "a text that is not empty" if default is None else "a text, or nothing")
+    return value

@@ -15,14 +15,14 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from strop.rollout import Example, Outcome
-from strop.spec.base import SpecConflict, Unhashed, expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import SOURCE_HELP, CodeTaskSection
 from strop.spec.template import refuse_malformed
 from strop.tasks.answers import show_answer
 from strop.tasks.code.extraction import SPARE_VERIFY_S, WALL_S, judge_reply
 from strop.tasks.code.row_tests import read_tests
-from strop.tasks.rows.judged_rows import COMPARING, REWARD_HELP, SANDBOXED, JudgedRows, RewardSection
+from strop.tasks.rows.judged_rows import REWARD_HELP, SANDBOXED, JudgedRows, RewardSection
 from strop.tasks.rows.layout import DataSet
 from strop.tasks.user.rewards import Reward
 
@@ -72,13 +72,6 @@ class RowsSpec(CodeTaskSection, RewardSection):
     def _check_wording(self) -> Self:
         for key, template in (("task.prompt", self.prompt), ("task.gold", self.gold)):
             refuse_malformed(key, template or "")
-        if self.answer is None and any(name in COMPARING for name in self.reward):
-            raise SpecConflict(
-                {"task.reward": list(self.reward), "task.answer": self.answer},
-                "a built-in reward compares with an answer, and no column has one",
-                allowed="task.answer with the column of the right answers",
-                next_step="name it, or write a function that needs none",
-            )
         return self
 
 
