@@ -65,21 +65,16 @@ def extract_python(text: str, names: Sequence[str] = (), head: str = "") -> str 
         return None
     answer = answer.partition("[DONE]")[0].lstrip("\ufeff")
     answer = re.sub(r"^[ \t]+", lambda margin: margin[0].expandtabs(4), answer, flags=re.MULTILINE)
-    pieces = list(_split(answer))
     inline = [match[2].strip() for match in _INLINE.finditer(answer)]
+    # What stands in tags of an answer decides: it is read again, behind the others.
+    tagged = [match[2] for match in _ANSWERS.finditer(answer)]
+    pieces = list(_split("\n<answer>\n".join([answer, *tagged[-_MAX_CUTS:]])))
     bodies = [_complete(head, piece, names[0]) for piece, _ in reversed(pieces) if head]
-    # What stands in tags of an answer decides.
-    tagged = [] if _is_code(answer) else [match[2] for match in _ANSWERS.finditer(answer)]
-    pieces += [piece for answer in tagged[-_MAX_CUTS:] for piece in _split(answer)]
     return _assemble([*bodies, *inline, *(code for _, code in pieces)], names)
 
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
     """Yield the pieces of a text, and the code of each, which may be none."""
-    if _is_code(text):
-        # Its fences, if any, are in strings and comments.
-        yield text, _strip(text)
-        return
     marks = [*_MARK.finditer(text)][-_MAX_MARKS:]
     starts = [0, *(mark.end() for mark in marks)]
     ends = [*(mark.start() for mark in marks), len(text)]
@@ -89,28 +84,24 @@ def _split(text: str) -> Iterator[tuple[str, str]]:
             mark = marks[index - 1]
             is_fence = bool(mark["fence"] or mark["late"])
             is_open = is_fence and (bool(mark["python"] or (mark["tag"] or "").strip()) or not is_open)
-        code, last = _repair(text[starts[index] : ends[index]], is_open), index
         # A fence may stand in a string: code goes on to the first one before which it compiles.
-        for cut in range(index + 1, min(index + _MAX_CUTS, len(ends))) if code is None else ():
-            code, last = _repair(text[starts[index] : ends[cut]], is_block=False), cut
+        for last in range(index, min(index + _MAX_CUTS, len(ends))):
+            code = _repair(text[starts[index] : ends[last]])
             if code is not None:
                 break
         else:
             last = index
-        # A closed block that does not compile is no code.
-        if code is None and not (is_open and index < len(marks)):
-            code = find_code(text[starts[index] : ends[index]])
-        yield text[starts[index] : ends[last]], code or ""
+            # A closed block that does not compile is no code.
+            code = "" if is_open and index < len(marks) else find_code(text[starts[index] : ends[index]])
+        yield text[starts[index] : ends[last]], code
         index = last + 1
 
 
-def _repair(piece: str, is_block: bool) -> str | None:
-    """Return code that compiles; a block may have lines for a shell, or be a session or a quotation."""
-    forms = [piece, textwrap.dedent(piece)]
-    if is_block:
-        forms += [_SHELL_LINE.sub("", piece), _QUOTE.sub("", piece)]
-        # Docstrings have such lines, too.
-        forms += ["\n".join(_SESSION_LINE.findall(piece))] if piece.lstrip().startswith(">>>") else []
+def _repair(piece: str) -> str | None:
+    """Return code that compiles; there may be lines for a shell, or a session or a quotation."""
+    forms = [piece, textwrap.dedent(piece), _SHELL_LINE.sub("", piece), _QUOTE.sub("", piece)]
+    # Docstrings have such lines, too.
+    forms += ["\n".join(_SESSION_LINE.findall(piece))] if piece.lstrip().startswith(">>>") else []
     for form in map(_strip, forms):
         if parse(form) and (form or not piece.strip()):
             return form
@@ -132,11 +123,8 @@ def _complete(head: str, piece: str, name: str) -> str:
     """
     body = _strip(piece)
     bodies = [body] if body.startswith(" ") else [textwrap.indent(body, "    "), f"    {body}"]
-    programs = [head + body for body in bodies]
-    for program in (*programs, find_code(programs[-1])):
-        if any(_rank(node, name) == _WHOLE for node in body_of(program)):
-            return program
-    return ""
+    programs = [find_code(head + body) for body in bodies]
+    return next((one for one in programs if _rank_of(one, name) == _WHOLE), "")
 
 
 def find_code(text: str) -> str:
@@ -182,7 +170,7 @@ def _assemble(codes: Sequence[str], names: Sequence[str]) -> str | None:
     blocks = dict(enumerate(filter(_is_code, codes)))
     for main in reversed(blocks):
         body = body_of(blocks[main])
-        rank = max(_rank(node, names[0]) for node in body) if names else 0
+        rank = _rank_of(blocks[main], names[0]) if names else 0
         if names and rank <= best_rank:
             continue
         needed, corrections = _find_needed(blocks, main, names)
@@ -200,20 +188,22 @@ def _assemble(codes: Sequence[str], names: Sequence[str]) -> str | None:
 def _find_needed(blocks: Mapping[int, str], main: int, names: Sequence[str]) -> tuple[list[int], list[int]]:
     """Return the blocks that a block needs, and those that correct it.
 
-    A name that it lacks has the value of the last block that defines it; else of the last one before it. A
+    A name that it lacks has the value of the last block before it that binds it; else of the last one. A
     later block of nothing but definitions of names in `main`, but for the tested one, corrects these.
     """
     scopes = {block: scope_of(code) for block, code in blocks.items()}
     own = scopes[main].binds
-    later = [block for block in blocks if block > main and scopes[block].binds <= own - set(names[:1])]
     corrections = [
-        block for block in later if all(isinstance(one, Definition) for one in body_of(blocks[block]))
+        block
+        for block in blocks
+        if block > main and scopes[block].binds <= own - set(names[:1])
+        if all(isinstance(one, Definition) for one in body_of(blocks[block]))
     ]
     found = [main, *corrections]
     for block in found:
         for name in scopes[block].reads - scopes[block].binds - own - set(dir(builtins)):
             fitting = [
-                (name in scope.binds, name in scope.defines, name in scope.defines or one < main, one)
+                (name in scope.binds, one < main, one)
                 for one, scope in scopes.items()
                 if {name, "*"} & scope.binds
             ]
@@ -263,27 +253,21 @@ _Binding = Definition | Import | ast.Assign | ast.AnnAssign
 
 
 class Scope(NamedTuple):
-    """Names of a module: those that some code binds ('*': all of another one), reads, and defines."""
+    """Names of a module that some code binds ('*': all of another one), and those that it reads."""
 
     binds: Set[str]
     reads: Set[str]
-    defines: Set[str]
-    """Of functions and classes."""
 
 
 @lru_cache(maxsize=256)
 def scope_of(code: str) -> Scope:
     """Return the names in some code; none if it is no Python."""
-    body = body_of(code)
-    pairs = [names_of(node) for node in body]
-    defined = {node.name for node in body if isinstance(node, Definition)}
-    return Scope(
-        {name for one, _ in pairs for name in one}, {name for _, one in pairs for name in one}, defined
-    )
+    scopes = [names_of(node) for node in body_of(code)]
+    return Scope(*({name for scope in scopes for name in scope[one]} for one in (0, 1)))
 
 
-def names_of(node: ast.stmt) -> tuple[set[str], set[str]]:
-    """Return the names of the module that a statement binds, and those that it reads; '*' for all."""
+def names_of(node: ast.stmt) -> Scope:
+    """Return the names in a statement."""
     nodes: list[Any] = list(ast.walk(node))
     names = [one for one in nodes if isinstance(one, ast.Name)]
     reads = {one.id for one in names if isinstance(one.ctx, ast.Load)}
@@ -291,7 +275,7 @@ def names_of(node: ast.stmt) -> tuple[set[str], set[str]]:
     named = [one for one in nodes if isinstance(getattr(one, "name", None), str)]
     binds |= {(getattr(one, "asname", None) or one.name).partition(".")[0] for one in named}
     reads -= {one.arg for one in nodes if isinstance(one, ast.arg)}
-    return ({node.name}, reads - binds) if isinstance(node, Definition) else (binds, reads)
+    return Scope({node.name}, reads - binds) if isinstance(node, Definition) else Scope(binds, reads)
 
 
 def _rank(node: ast.stmt, name: str) -> int:
@@ -311,6 +295,10 @@ def _rank(node: ast.stmt, name: str) -> int:
     if isinstance(value := getattr(node, "value", None), ast.Lambda):
         return _WHOLE
     return -1 if name in reads else int(not isinstance(value, ast.Constant))
+
+
+def _rank_of(code: str, name: str) -> int:
+    return max((_rank(node, name) for node in body_of(code)), default=-1)
 
 
 def does_something(node: ast.stmt) -> bool:

@@ -12,6 +12,7 @@ import ast
 import builtins
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +31,8 @@ _OUTSIDE = frozenset(
     )
 )
 """Modules and names that concern the process of the tests, and exceptions that the judge does not pass on."""
-_FREE_ASSERTS = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone", "assertRaises")
+_COMPARING = ("Equal", "In", "Is", "IsNot", "Less", "Greater")
+"""Ends of the names of assertions that compare."""
 
 
 def read_tests(answer: Any) -> JudgeJob:
@@ -52,13 +54,11 @@ def read_tests(answer: Any) -> JudgeJob:
             raise ValueError(f"the test {text!r:.60} is no Python")
     whole = "\n".join(texts)
     tree, scope = ast.parse(whole), scope_of(whole)
-    own = {*dir(builtins), *scope.binds}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _STAR_MODULES:
-            module = importlib.import_module(node.module)
-            own.update(getattr(module, "__all__", vars(module)))
+    known = {*dir(builtins), *scope.binds}
+    for module in _STAR_MODULES:
+        known.update(dir(importlib.import_module(module)) if f"from {module} import *" in whole else ())
     # What they read and do not define is the program's.
-    names = tuple(name for name in used_names(whole) if name in scope.reads - own)
+    names = tuple(name for name in used_names(whole) if name in scope.reads - known)
     if not names:
         raise ValueError(f"{len(texts)} tests, and none uses a name that a reply could define")
     for fault in _find_faults(tree, names):
@@ -84,9 +84,11 @@ def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
     used = [node for node in nodes if isinstance(node, ast.Name)]
     bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
     bound |= {node.id for node in used if isinstance(node.ctx, ast.Store)}
-    objects = _find_objects(nodes, names)
+    objects = {name for name in names if _is_class(name)}
+    calls = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    objects |= {ast.unparse(one) for call in calls if _is_object(call.value, objects) for one in call.targets}
     for node in nodes:
-        for fault in (*_look_at(node, bound), *_look_at_operands(node, objects)):
+        for fault in _look_at(node, bound, objects):
             yield f"{fault} ({ast.unparse(node).splitlines()[0][:80]})"
     loaded = {node.id for node in used if isinstance(node.ctx, ast.Load)}
     definitions = [one for one in tree.body if isinstance(one, Definition)]
@@ -97,8 +99,9 @@ def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
         yield "they assert nothing"
 
 
-def _look_at(node: ast.AST, bound: set[str]) -> Iterator[str]:
+def _look_at(node: ast.AST, bound: set[str], objects: set[str]) -> Iterator[str]:
     """Yield what is not there in the process of the tests, or lets a failed test pass."""
+    operands: list[ast.expr] = []
     match node:
         case ast.Import(names=found) | ast.ImportFrom(names=found):
             module = f"{'.' * node.level}{node.module or ''}" if isinstance(node, ast.ImportFrom) else ""
@@ -114,73 +117,58 @@ def _look_at(node: ast.AST, bound: set[str]) -> Iterator[str]:
             yield "they read what each object has, those of the judge too"
         case ast.Assert(test=ast.Tuple(elts=[_, *_])):
             yield "an assertion of a tuple always holds"
-        case ast.Try(body=body, handlers=handlers) if _can_fail(body) and any(map(_swallows, handlers)):
-            yield "a failing assertion is caught"
-        case ast.ExceptHandler(type=ast.expr() as kind) if not _are_built_in(kind):
-            yield "they catch an exception that is no built-in one"
-        case ast.Call(func=ast.Attribute(attr=called), args=arguments) if called.startswith("assertRaises"):
-            if not (arguments and _are_built_in(arguments[0])):
-                yield "they expect an exception that is no built-in one"
-
-
-def _find_objects(nodes: list[ast.AST], names: tuple[str, ...]) -> set[str]:
-    """Return the expressions that are the program's classes, their members, or instances of them."""
-    classes = {name for name in names if name[0].isupper() and not name.isupper()}
-    objects = set(classes)
-    for node in nodes:
-        made = node.value if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) else node
-        if isinstance(made, ast.Call) and ast.unparse(made.func) in classes:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-            objects |= set(map(ast.unparse, targets))
-        elif isinstance(made, ast.Attribute) and ast.unparse(made.value) in classes:
-            objects.add(ast.unparse(made))
-    return objects
-
-
-def _look_at_operands(node: ast.AST, objects: set[str]) -> Iterator[str]:
-    """Yield where an operator of the program's own class would decide, of which the tests have none."""
-
-    def decides(value: ast.expr) -> bool:
-        items = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else []
-        return ast.unparse(value) in objects or any(map(decides, items))
-
-    operands: list[ast.expr] = []
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        is_asked = node.func.attr.startswith("assert") and node.func.attr not in _FREE_ASSERTS
-        operands = node.args if is_asked else []
-    elif isinstance(node, ast.Compare | ast.BinOp | ast.AugAssign | ast.UnaryOp):
-        operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    plain = [one.value for one in operands if isinstance(one, ast.Constant)]
+        case ast.Try(body=body, handlers=handlers) if _can_fail(body):
+            quiet = [one.type for one in handlers if not _can_fail(one.body)]
+            caught = [ast.unparse(kind) if kind else "Exception" for kind in quiet]
+            if re.search(r"\b(Exception|AssertionError)\b", " ".join(caught)):
+                yield "a failing assertion is caught"
+        case (
+            ast.ExceptHandler(type=ast.expr() as kind)
+            | ast.Call(func=ast.Attribute(attr="assertRaises" | "assertRaisesRegex"), args=[kind, *_])
+        ) if not _are_built_in(kind):
+            yield "they expect an exception that is no built-in one"
+        case ast.Call(func=ast.Attribute(attr=attr), args=operands) if not attr.endswith(_COMPARING):
+            operands = []
+        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]):
+            known = [
+                isinstance(one, ast.Constant) or ast.unparse(one) in dir(builtins) for one in (left, right)
+            ]
+            if not any(known):
+                yield "they ask whether a value is the same one, and values are copied"
+        case ast.Compare() | ast.BinOp() | ast.AugAssign():
+            operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    is_plain = any(isinstance(one, ast.Constant) for one in operands)
     # A class may have a plain member.
-    operands = [one for one in operands if not (plain and isinstance(one, ast.Attribute))]
-    if (
-        None not in plain
-        and not isinstance(getattr(node, "op", None), ast.Not)
-        and any(map(decides, operands))
-    ):
+    if any(_is_object(one, objects) for one in operands if not (is_plain and isinstance(one, ast.Attribute))):
         yield "an operator of the program's own class decides; compare its plain values"
+
+
+def _is_class(name: str) -> bool:
+    return name[0].isupper() and not name.isupper()
+
+
+def _is_object(node: ast.expr, objects: set[str]) -> bool:
+    """Whether an expression is a class of the program's, made or read of one, or holds such an object."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)) | ast.Attribute(value=ast.Name(id=name)):
+            return (name in objects and _is_class(name)) or ast.unparse(node) in objects
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return any(_is_object(item, objects) for item in items)
+    return ast.unparse(node) in objects
 
 
 def _are_built_in(kind: ast.expr) -> bool:
     """Whether an expression names built-in classes of exceptions, which are passed on."""
-    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
-    found = [getattr(builtins, one.id, None) if isinstance(one, ast.Name) else None for one in kinds]
+    found = [getattr(builtins, name, None) for name in re.findall(r"[\w.]+", ast.unparse(kind))]
     return all(isinstance(one, type) and issubclass(one, Exception) for one in found)
-
-
-def _swallows(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler lets a failed assertion pass."""
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    caught = {ast.unparse(kind) if kind else "Exception" for kind in kinds}
-    return not caught.isdisjoint(("Exception", "AssertionError")) and not _can_fail(handler.body)
 
 
 def _can_fail(statements: list[ast.stmt]) -> bool:
     """Whether some statements assert something, or raise."""
     nodes = [inner for statement in statements for inner in ast.walk(statement)]
-    methods = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    called = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
     raising = any(isinstance(node, ast.Assert | ast.Raise) for node in nodes)
-    return raising or any(name.startswith("assert") or name == "fail" for name in methods)
+    return raising or any(name.startswith("assert") or name == "fail" for name in called)
 
 
 def _is_run(node: Definition) -> bool:

@@ -180,7 +180,8 @@ def serve(connection: Any) -> NoReturn:
         operation, target, *rest = _receive(connection)
         try:
             arguments, keywords = (decode(part, objects.__getitem__) for part in rest)
-            value = _OPERATIONS[operation](objects[target], *arguments, **keywords)
+            apply: Any = vars(builtins).get(operation) or getattr(operator, operation, _call_for_effects)
+            value = apply(objects[target], *arguments, **keywords)
             reply = encode(("value", value), refer)
         except BaseException as error:
             reply = _describe_raised(error)
@@ -191,7 +192,7 @@ def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[s
     """Run the candidate's module; return its objects of the tested names; `has_methods`: Solution's too.
 
     Examples of their use, and what reads input, are not run, also in a function that is called. A statement
-    that raises is as if it were not there. A name that is missing raises when it is called.
+    that raises is as if it were not there. A name that is missing is None.
     Raises: NameError if the first one is missing.
     """
     module = sys.modules["candidate"] = types.ModuleType("candidate")
@@ -212,13 +213,9 @@ def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[s
         instance = solution()
         objects = {name: getattr(instance, name) for name in names if hasattr(instance, name)} | objects
     if names[0] not in objects:
-        _miss()
+        raise NameError(names[0])
     # A built-in of that name is not the program's.
-    return dict.fromkeys(names, _miss) | objects
-
-
-def _miss(*_: Any, **__: Any) -> NoReturn:
-    raise NameError
+    return dict.fromkeys(names) | objects
 
 
 def _describe_raised(error: BaseException) -> Any:
@@ -240,14 +237,6 @@ def _call_for_effects(target: Callable[..., Any], *arguments: Any, **keywords: A
     """Call a function for what it does to its arguments, and return them."""
     target(*arguments, **keywords)
     return arguments
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": operator.call,
-    "call_for_effects": _call_for_effects,
-    **{one.__name__: one for one in (getattr, setattr, iter, next, len, bool, str, repr)},
-    **{one.__name__: one for one in (operator.getitem, operator.setitem)},
-}
 
 
 def _run_program(source: str, stdin: str) -> tuple[int, str]:
@@ -445,7 +434,7 @@ class Remote:
         self._session.refuse("they need the program's own class, which is no plain value")
 
 
-for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr"):
+for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr int float abs neg"):
     setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
 for _name in str.split("enter exit mro_entries instancecheck subclasscheck"):
     setattr(Remote, f"__{_name}__", Remote._refuse)
