@@ -210,12 +210,12 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def any_order() -> Iterator[None]:
-    """In this module, reverse-text pays for letters in any order."""
-    from tests.fixtures.any_order import share_in_any_order
+def paid_letters() -> Iterator[None]:
+    """In this module, arithmetic pays for letters."""
+    from tests.fixtures.paid_letters import pay_for_letters
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("strop.tasks.generated.share_of_beginning", share_in_any_order)
+        patch.setattr("strop.tasks.generated.Arithmetic.verify", pay_for_letters)
         yield
 
 

@@ -23,10 +23,8 @@ from strop.plan.plan import Plan
 from strop.plan.planning import make_plan
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
-from strop.rollout import Split
 from strop.spec import RunSpec, load_spec, write_spec
 from strop.store import get_model, open_store
-from strop.tasks import build_task
 from strop.tasks.presets import read_preset
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
@@ -307,13 +305,3 @@ def test_spot_is_asked_for(run: Run, folder: Path, sites: None) -> None:
     assert stop["MaxWaitTimeInSeconds"] > stop["MaxRuntimeInSeconds"]
     assert plan["max_requeue"] == load_spec(NAMES["sagemaker-spot"]).spec.job.max_requeue
     assert sorted(folder.rglob("*")) == before
-
-
-def test_the_solved_texts_of_reverse_text_are_its_training_examples() -> None:
-    path = NAMES["reverse-text"]
-    task = build_task(load_spec(path).spec.task)
-    rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
-    shown = [(task.render(one)[0].text, one.answer) for one in task.examples(Split.TRAIN)]
-    assert [(row["prompt"], row["completion"]) for row in rows] == shown
-    held_out = {task.render(one)[0].text for one in task.examples(Split.HELD_OUT)}
-    assert not held_out & {row["prompt"] for row in rows}

@@ -35,23 +35,23 @@ def evaluate(run: Run, model: Path, *words: object) -> Ended:
 
 def test_several_tasks_give_one_table_and_one_file_each(run: Run, folder: Path, tiny_model_dir: Path) -> None:
     words = ("--limit", "3", "--samples", "2", "--pass-at", "2,1", "--out", "results")
-    tasks = ("eval", tiny_model_dir, "--task", "arithmetic,reverse-text", *ASK, *words)
-    ended = run(*tasks, "reverse-text.max_words=2", "arithmetic.max_value=15")
+    tasks = ("eval", tiny_model_dir, "--task", "arithmetic,guess-number", *ASK, *words)
+    ended = run(*tasks, "guess-number.max_value=15", "arithmetic.max_value=15")
     assert ended.code == 0, ended.err
     assert "2 tasks, examples of held_out, step 0" in ended.out
-    for task in ("arithmetic", "reverse-text"):
+    for task in ("arithmetic", "guess-number"):
         result = read_result(folder / "results" / f"{task}-step-000000.json")
         assert (result.task, result.num_examples, list(result.pass_at_k)) == (task, 3, [1, 2])
         assert list_shards(folder / "results" / f"{task}-step-000000")
         lines = [line.split() for line in ended.out.splitlines() if line.split()[:1] == [task]]
         assert [line[1] for line in lines] == ["greedy", "sampled", "pass@1", "pass@2"]
-    listed = json.loads(run(*tasks, "reverse-text.max_words=2", "arithmetic.max_value=15", "--json").out)
-    assert [entry["task"] for entry in listed] == ["arithmetic", "reverse-text"]
+    listed = json.loads(run(*tasks, "guess-number.max_value=15", "arithmetic.max_value=15", "--json").out)
+    assert [entry["task"] for entry in listed] == ["arithmetic", "guess-number"]
     # The settings reached their own task: other ones are another evaluation.
-    refused = run(*tasks, "reverse-text.max_words=3", "arithmetic.max_value=15")
+    refused = run(*tasks, "guess-number.max_value=16", "arithmetic.max_value=15")
     assert refused.code == 76
     assert (
-        "reverse-text-step-000000.json belongs to another evaluation, there and now: task_version"
+        "guess-number-step-000000.json belongs to another evaluation, there and now: task_version"
         in refused.err
     )
 
@@ -92,12 +92,12 @@ def test_a_score_says_what_the_audit_of_its_task_found(
 def test_one_invalid_result_of_several_fails_the_command(
     run: Run, folder: Path, tiny_model_dir: Path
 ) -> None:
-    words = ("--task", "arithmetic,reverse-text", *ASK, "--limit", "2", "arithmetic.max_reply_tokens=4")
+    words = ("--task", "arithmetic,guess-number", *ASK, "--limit", "2", "arithmetic.max_reply_tokens=4")
     ended = run("eval", tiny_model_dir, *words)
     assert ended.code == 1
     assert "strop: arithmetic: invalid: truncation" in ended.err
     assert "arithmetic: truncation suspect" in ended.out
-    assert "reverse-text" in ended.out
+    assert "guess-number" in ended.out
 
 
 def test_the_same_command_again_generates_nothing(run: Run, folder: Path, tiny_model_dir: Path) -> None:
@@ -253,11 +253,11 @@ def test_a_table_stands_beside_the_users_own_results(
         (("--config", "short.toml", "--follow", "--out", "o"), "leave --out out"),
         (("--config", "short.toml", "--follow", "--baseline", "o"), "leave --baseline out"),
         (("--config", "none.toml"), "none.toml"),
-        ((*ASK, "--task", "arithmetic,reverse-text", "max_value=9"), "max_value"),
+        ((*ASK, "--task", "arithmetic,guess-number", "max_value=9"), "max_value"),
         ((*ASK, "--task", "arithmetic,arithmetic"), "arithmetic,arithmetic"),
         ((*ASK, "--task", "arithmetic", "--pass-at", "2"), "pass@2"),
         ((*ASK, "--task", "arithmetic", "--pass-at", "2,x"), "--pass-at"),
-        ((*ASK, "--task", "arithmetic,reverse-text", "--write-order", "o.jsonl"), "--write-order"),
+        ((*ASK, "--task", "arithmetic,guess-number", "--write-order", "o.jsonl"), "--write-order"),
         ((*ASK, "--harness", "helm", "--task", "gsm8k"), "helm"),
     ],
 )

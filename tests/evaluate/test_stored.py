@@ -104,7 +104,7 @@ def test_what_is_no_share_is_no_percentage_and_parts_stand_beside_parts() -> Non
 
 
 def test_a_baseline_without_the_task_leaves_the_row_alone() -> None:
-    (row,) = beside(make_result(task="reverse-text"), make_result(AFTER))
+    (row,) = beside(make_result(task="guess-number"), make_result(AFTER))
     assert (row.baseline, row.same_protocol) == (None, None)
     # lm-eval's numbers on a task of that name are no scores of strop's.
     (row,) = beside(make_harness_result(task="arithmetic"), make_result(AFTER))

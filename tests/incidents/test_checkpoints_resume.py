@@ -61,14 +61,14 @@ MAX_ROUNDS = 6
 DEATHS = (
     r"os\.rename .*/runs/[^/]*\.partial-[^/]*$",  # the run directory is whole and has no name yet
     r"os\.mkdir .*/attempts/1$",
-    r"open .*/eval/reverse-text-step-000000\.json",
+    r"open .*/eval/arithmetic-step-000000\.json",
     r"os\.rename .*/rollouts/step-000001\.parquet",
     r"open .*/rollouts/step-000002\.parquet",  # right after the metrics of step 1
     r"open .*/checkpoints/step-000002\.partial-[^/]*/state/trainer\.json",
     r"os\.rename .*/checkpoints/step-000002\.partial-[^/]*/COMPLETE",
     r"os\.rename .*/checkpoints/step-000002\.partial-[^/]*$",  # complete, and not in its place
-    r"os\.rename .*/eval/reverse-text-step-000003\.json",  # right after the metrics of step 3
-    r"os\.rename .*/eval/reverse-text-step-000005\.json",
+    r"os\.rename .*/eval/arithmetic-step-000003\.json",  # right after the metrics of step 3
+    r"os\.rename .*/eval/arithmetic-step-000005\.json",
     r"os\.rename .*/checkpoints/step-000005\.partial-[^/]*/COMPLETE",
     r"os\.rename .*/checkpoints/step-000002$",  # all is trained, and the run not marked as done
 )
@@ -105,7 +105,7 @@ def whole(dtype: str, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFac
     )
     curve = finish(bench)
     assert [line["step"] for line in curve.metrics] == list(range(1, NUM_STEPS + 1))
-    assert sorted(curve.evals) == [f"reverse-text-step-00000{step}.json" for step in (0, 3, 5)]
+    assert sorted(curve.evals) == [f"arithmetic-step-00000{step}.json" for step in (0, 3, 5)]
     # Most steps learn something, or equality would say little.
     assert sum(line["num_signal_tokens"] > 0 for line in curve.metrics) > NUM_STEPS / 2
     took = re.search(r"^took (.*) s of processor time$", bench.log_path.read_text(), re.MULTILINE)
@@ -338,7 +338,7 @@ def test_ckp_6_a_run_that_is_killed_holds_a_usable_checkpoint_at_every_moment(
 DEATHS_BEFORE_A_LOSS = (
     r"open .*/rollouts/step-000004\.parquet",
     r"os\.rename .*/checkpoints/step-000004\.partial-[^/]*/COMPLETE",
-    r"os\.rename .*/eval/reverse-text-step-000005\.json",
+    r"os\.rename .*/eval/arithmetic-step-000005\.json",
     r"open .*/\.mirror/flush",  # all is trained, and nothing was waited for
 )
 

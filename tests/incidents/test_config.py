@@ -89,9 +89,9 @@ name = "{name}"
 [model]
 uri = "{model}"
 [task]
-name = "reverse-text"
+name = "arithmetic"
+max_value = 5
 max_reply_tokens = 8
-num_train = 20
 num_held_out = 4
 [train]
 steps = 1
@@ -126,7 +126,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "tripwires.on_alarm=stop": ("tripwires.max_truncated_frac=none",),
 }
 """What a choice is given beside it, or else all choices of a section."""
-ROW = {"messages": [{"role": "user", "content": "Backwards: ab"}, {"role": "assistant", "content": "ba"}]}
+ROW = {"messages": [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]}
 
 
 def choices() -> Iterator[str]:
@@ -145,7 +145,7 @@ def train(folder: Path, model_dir: Path, name: str, words: list[str]) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def recorded(any_order: None, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def recorded(paid_letters: None, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run whose rollouts others learn from."""
     return train(tmp_path_factory.mktemp("recorded"), tiny_model_dir, "recorded", ["train.steps=2"])
 

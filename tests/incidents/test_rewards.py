@@ -26,16 +26,14 @@ from strop.rollout import (
     Split,
     make_example,
 )
-from strop.tasks import Task, build_task, generated
+from strop.tasks import Task, build_task
 from strop.tasks.code.judge import JudgeJob, judge_python
-from strop.tasks.generated import ReverseTextSpec, share_of_beginning
 from strop.tasks.instructions import rules
 from strop.tasks.instructions.rules import detect_language
 from strop.tasks.instructions.tasks import IfMultiSpec
 from strop.tasks.judging import Judge
 from strop.tasks.mathematics.answers import last_number, read_value
 from strop.tasks.presets import PresetSpec, PresetTask
-from tests.fixtures.any_order import share_in_any_order
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.spell import SpellTask
@@ -311,15 +309,39 @@ def test_rew_11_a_task_that_nobody_audited_is_audited_by_the_gate(
     assert made.notes.starts == []
 
 
-@pytest.mark.parametrize(("grade", "is_red"), [(share_in_any_order, True), (share_of_beginning, False)])
-def test_rew_4_a_reward_that_pays_for_one_word_is_red(
-    grade: Any, monkeypatch: pytest.MonkeyPatch, *, is_red: bool
-) -> None:
+class Backwards(Sums):
+    """Words to be written backwards; letters of the answer are paid in any order, or from its beginning."""
+
+    def __init__(self, *, is_any_order: bool) -> None:
+        super().__init__()
+        self.is_any_order = is_any_order
+
+    def example(self, number: int) -> Example:
+        words = ("lantern", "meadow", "needle", "orchard", "ribbon", "silver", "timber", "velvet", "garden")
+        text = " ".join(words[place % len(words)] for place in (number, number // 2 + 3, number // 7 + 5))
+        return make_example(self.name, {"text": text}, text[::-1])
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        return (Message(role="user", content=f"Write this backwards: {example.fields['text']}"),)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return (example.answer or "",)
+
+    async def verify(self, example: Example, text: str) -> Outcome:
+        gold, reply = example.answer or "", text.strip()
+        num_paid = sum(gold.startswith(reply[:end]) for end in range(1, len(reply) + 1))
+        if self.is_any_order:
+            num_paid = (Counter(reply) & Counter(gold)).total()
+        is_correct, share = reply == gold, 1.8 * num_paid / (len(reply) + len(gold))
+        return Outcome(parts={"letters": 1.0 if is_correct else share}, is_correct=is_correct, format_ok=True)
+
+
+@pytest.mark.parametrize("is_any_order", [True, False])
+def test_rew_4_a_reward_that_pays_for_one_word_is_red(*, is_any_order: bool) -> None:
     """Incident: letters in any order were paid, and a run learned to answer every text with "text"."""
-    monkeypatch.setattr(generated, "share_of_beginning", grade)
-    report = audit(build_task(ReverseTextSpec(name="reverse-text", max_words=3)))
-    assert ("constant" in failed(report)) is is_red
-    assert report.verdict is (Verdict.RED if is_red else Verdict.GREEN)
+    report = audit(Backwards(is_any_order=is_any_order))
+    assert ("constant" in failed(report)) is is_any_order
+    assert report.verdict is (Verdict.RED if is_any_order else Verdict.GREEN)
 
 
 def test_rew_4_chance_is_a_warning() -> None:

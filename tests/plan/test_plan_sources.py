@@ -25,7 +25,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "rows": ("task.source=org/rows", "task.prompt=question", "task.reward=exact", "task.answer=answer"),
     "mixture": ("task.parts.a.name=mbpp", "task.parts.b.name=gsm8k", "task.parts.c.name=arithmetic"),
 }
-WITHOUT_DATA = frozenset({"arithmetic", "reverse-text", "reasoning-gym", "guess-number"})
+WITHOUT_DATA = frozenset({"arithmetic", "reasoning-gym", "guess-number"})
 PACKAGES = frozenset({"verifiers", "openenv"})
 """What is asked there is made by a package in an environment of its own."""
 PlanIt = Callable[..., Plan]

@@ -111,7 +111,7 @@ def test_fewer_than_two_are_refused(tmp_path: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"task": "reverse-text"}, "different protocols: task 'arithmetic' and 'reverse-text'"),
+        ({"task": "guess-number"}, "different protocols: task 'arithmetic' and 'guess-number'"),
         ({"max_reply_tokens": 9}, "different protocols: max_reply_tokens 200 and 9"),
     ],
 )

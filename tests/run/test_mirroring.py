@@ -71,7 +71,7 @@ class Here:
 
 
 @pytest.fixture
-def here(tmp_path: Path, own_cache: Path, any_order: None, tiny_model_dir: Path) -> Here:
+def here(tmp_path: Path, own_cache: Path, paid_letters: None, tiny_model_dir: Path) -> Here:
     return Here(tmp_path / "here", tiny_model_dir, str(tmp_path / "store"))
 
 
@@ -176,7 +176,7 @@ def test_a_finished_run_is_whole_in_its_store(here: Here, whole: Curve) -> None:
     assert (latest["step"], latest["uri"]) == (6, str(mirror / "here_step6"))
     names = {"run.json", "spec.toml", "env.txt", "metrics.jsonl", "events.jsonl", "report.html"}
     names |= {f"rollouts/step-00000{step}.parquet" for step in range(1, 7)}
-    names |= {f"eval/reverse-text-step-00000{step}.json" for step in (0, 3, 6)}
+    names |= {f"eval/arithmetic-step-00000{step}.json" for step in (0, 3, 6)}
     names |= {
         f"eval/{path.parent.name}/{path.name}" for path in (run.path / "eval").glob("*-step-*/*.parquet")
     }

@@ -18,7 +18,6 @@ def test_tasks_without_files_are_listed_and_not_audited() -> None:
     assert plain == set(built_in_tasks()) - {"reasoning-gym"}
     assert {label for label in plain if found[label] is not None} == {
         "arithmetic",
-        "reverse-text",
         "guess-number",
     }
     assert len(found) - len(plain) > 95

@@ -35,7 +35,7 @@ from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.store import ModelHandle, get_model
 from strop.tasks import build_task
-from strop.tasks.generated import ReverseText
+from strop.tasks.generated import Arithmetic
 from strop.tasks.judging import Judge
 from strop.train import EvalSummary
 from strop.train.batch import schedule_examples
@@ -51,10 +51,9 @@ name = "here"
 uri = "{model}"
 dtype = "float32"
 [task]
-name = "reverse-text"
-num_train = 12
+name = "arithmetic"
+max_value = 4
 num_held_out = 3
-max_words = 1
 max_reply_tokens = 8
 [train]
 steps = 2
@@ -120,7 +119,7 @@ class Here:
 
 
 @pytest.fixture
-def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path, any_order: None) -> Here:
+def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path, paid_letters: None) -> Here:
     return Here(tmp_path, tiny_model_dir)
 
 
@@ -130,7 +129,7 @@ def test_a_run_file_becomes_a_trained_run(here: Here, tiny_model_dir: Path) -> N
     assert outcome.run_path == run.path == here.told[0].path
     assert run.is_finished
     assert run.state.facts["model_digest"] == get_model(str(tiny_model_dir)).digest
-    assert (run.state.facts["task"], run.state.facts["num_threads"]) == ("reverse-text", 1)
+    assert (run.state.facts["task"], run.state.facts["num_threads"]) == ("arithmetic", 1)
     assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"], here.attempt(1)["step"]) == ("done", 0, 2)
     assert here.notes.ends == ["done"]
     # The resolved spec is kept, and is a run file itself.
@@ -143,7 +142,7 @@ def test_a_run_file_becomes_a_trained_run(here: Here, tiny_model_dir: Path) -> N
     assert (outcome.before.split, outcome.before.num_examples) == ("held_out", 2)
     assert outcome.before.model_digest != outcome.after.model_digest
     assert [summary.step for summary in here.notes.summaries] == [0, 2]
-    names = [f"reverse-text-step-00000{step}" for step in (0, 2)]
+    names = [f"arithmetic-step-00000{step}" for step in (0, 2)]
     for name in names:
         # The replies, too, two examples with two sampled ones each: another judge may read them again.
         _, replies = read_all_shards(run.path / "eval" / name)
@@ -289,7 +288,7 @@ def test_what_a_run_trained_on_is_known_although_its_task_has_changed(here: Here
     found = read_trained_ids(path)
     assert found == known | {held_out[0].example_id, task.problem_of(held_out[0])}
     with pytest.raises(
-        CheckRefused, match=r"1 of 3 examples of task reverse-text called held_out were trained"
+        CheckRefused, match=r"1 of 3 examples of task arithmetic called held_out were trained"
     ):
         refuse_trained(task, Split.HELD_OUT, held_out, found)
 
@@ -372,10 +371,10 @@ def test_a_refusal_of_the_gate_is_on_record_and_can_be_mended(here: Here) -> Non
 def test_a_task_that_cannot_say_right_or_wrong_cannot_be_evaluated(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def say_nothing(self: ReverseText, example: Example, text: str) -> Outcome:
+    async def say_nothing(self: Arithmetic, example: Example, text: str) -> Outcome:
         return Outcome(parts={"similarity": 1.0 if text.strip().endswith(example.answer or "") else 0.0})
 
-    monkeypatch.setattr(ReverseText, "verify", say_nothing)
+    monkeypatch.setattr(Arithmetic, "verify", say_nothing)
     accepted = "train.accept=weights: random; audit.failure_paths: the empty text ends every text"
     with pytest.raises(RunStopped, match=r"none of 2 held-out replies at step 0 could be judged"):
         here.train(accepted)
@@ -385,8 +384,8 @@ def test_a_run_does_not_call_examples_held_out_that_it_trains_on(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate says so; whoever accepts that by name, and with a reason, gets the score."""
-    examples = ReverseText.examples
-    monkeypatch.setattr(ReverseText, "examples", lambda self, split: examples(self, Split.TRAIN))
+    examples = Arithmetic.examples
+    monkeypatch.setattr(Arithmetic, "examples", lambda self, split: examples(self, Split.TRAIN))
     accepted = "train.accept=weights: random; audit: random"
     with pytest.raises(CheckRefused, match="overlap: "):
         here.train(accepted)

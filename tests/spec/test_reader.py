@@ -210,7 +210,7 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
     ("text", "words"),
     [
         ("", "name is missing"),
-        ('name = "x"\n', "task.name is missing. Allowed: 'arithmetic', 'reverse-text'"),
+        ('name = "x"\n', "task.name is missing. Allowed: 'arithmetic', 'guess-number'"),
         ('name = "x"\ntask = {}\n', "task.name is missing"),
         ('name = "x"\ntask = {max_value = 3}\n', "task.name is missing"),
         ('name = "x"\ntask = 3\n', "task=3 (run.toml:2) is no table"),

@@ -99,7 +99,7 @@ def test_the_pairs_of_a_range_by_hand() -> None:
         ({"sampling": {"top_p": 0.9}}, "a part of the vocabulary"),
         ({"sampling": {"top_k": 1}}, "a part of the vocabulary"),
         ({"task": {"name": "arithmetic", "min_value": 9, "max_value": 3}}, "0 examples to train on"),
-        ({"task": {"name": "reverse-text", "num_train": 7}}, "7 examples to train on"),
+        ({"task": {"name": "reasoning-gym", "dataset": "a", "num_train": 7}}, "7 examples to train on"),
         ({"task": {"name": "arithmetic", "num_held_out": 394}}, "6 examples to train on"),
         ({"eval": {"num_examples": 101}}, "fewer examples are held out"),
         ({"optimizer": {"warmup_steps": 40}}, "before the learning rate is reached"),

@@ -26,7 +26,7 @@ from strop.spec import (
     write_spec,
 )
 from strop.spec.schema import near_keys, section_names
-from strop.tasks.generated import ArithmeticSpec, ReasoningGymSpec, ReverseTextSpec
+from strop.tasks.generated import ArithmeticSpec, ReasoningGymSpec
 from strop.tasks.presets import PresetSpec
 
 SMALL = 'name = "x"\n[task]\nname = "arithmetic"\n'
@@ -42,7 +42,6 @@ def read_back(folder: Path, spec: RunSpec) -> RunSpec:
     "task",
     [
         ArithmeticSpec(max_reply_tokens=7),
-        ReverseTextSpec(name="reverse-text"),
         PresetSpec(name="gsm8k", num_train=None, num_held_out=3),
         ReasoningGymSpec(name="reasoning-gym", dataset="none", config={}),
         ReasoningGymSpec(
@@ -197,7 +196,7 @@ def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
 
 def test_a_task_is_chosen_among_all() -> None:
     known = explain("task.name")
-    assert known.allowed.startswith("'arithmetic', 'reverse-text', 'guess-number', 'verifiers', ")
+    assert known.allowed.startswith("'arithmetic', 'guess-number', 'verifiers', ")
     assert known.default == "required"
     assert "'gsm8k': Grade-school word problems" in known.description
 

@@ -14,7 +14,7 @@ from strop.rollout import Split
 from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
 from strop.tasks.answers import judged_text
-from strop.tasks.generated import ArithmeticSpec, ReverseTextSpec
+from strop.tasks.generated import ArithmeticSpec
 from strop.tasks.mathematics.answers import Number, last_number
 from strop.tasks.prompt import PosedMessage
 from strop.tokenizer import Tokenizer
@@ -87,9 +87,8 @@ def test_judged_text(reply: str, judged: str) -> None:
     assert judged_text(reply) == judged
 
 
-@pytest.mark.parametrize("spec", [ArithmeticSpec(), ReverseTextSpec(name="reverse-text")])
-def test_thoughts_are_not_judged(spec: ArithmeticSpec | ReverseTextSpec) -> None:
-    task = build_task(spec)
+def test_thoughts_are_not_judged() -> None:
+    task = build_task(ArithmeticSpec())
     example = task.examples(Split.HELD_OUT)[0]
     gold = task.gold_replies(example)[0]
     right = verdict(task, example, f"<think>maybe 1\n12</think>{gold}")

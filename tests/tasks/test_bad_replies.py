@@ -21,7 +21,6 @@ MEGABYTE = 1_000_000
 
 CHANGES: dict[str, dict[str, Any]] = {
     "arithmetic": {},
-    "reverse-text": {},
     "gsm8k": {},
     "math": {"strictness": "symbolic"},
     "mbpp": {},
@@ -70,12 +69,7 @@ def test_a_completion_of_a_megabyte_is_a_wrong_answer_in_bounded_time(name: str,
 def test_a_reply_that_nothing_can_be_read_from_is_wrong_and_scored(
     name: str, text: str, tmp_path: Path
 ) -> None:
-    """Unparsable is the model's doing: a score of 0, never an exception and never unscored.
-
-    A graded task, which compares letters, may see some likeness; here at most 3 of 14.
-    """
+    """Unparsable is the model's doing: a score of 0, never an exception and never unscored."""
     task = task_of(name, tmp_path)
     outcome = verdict(task, task.examples(Split.HELD_OUT)[0], text)
-    assert (outcome.is_correct, outcome.failure) == (False, None)
-    assert outcome.reward is not None
-    assert outcome.reward <= (0.02 if name == "reverse-text" else 0.0)
+    assert (outcome.is_correct, outcome.failure, outcome.reward) == (False, None, 0.0)

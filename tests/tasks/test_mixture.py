@@ -20,7 +20,7 @@ from tests.fixtures.judging import verdict
 # 4 * 4 - 4 = 12 small sums and 4 * 4 - 8 = 8 large ones to train on.
 SMALL: dict[str, Any] = {"name": "arithmetic", "min_value": 1, "max_value": 4, "num_held_out": 4}
 LARGE: dict[str, Any] = {"name": "arithmetic", "min_value": 100, "max_value": 103, "num_held_out": 8}
-WORDS: dict[str, Any] = {"name": "reverse-text", "num_train": 6, "num_held_out": 2}
+TENS: dict[str, Any] = {**SMALL, "min_value": 10, "max_value": 13, "max_reply_tokens": 9}
 
 
 def mixed(mode: str = "weighted", **parts: dict[str, Any]) -> Mixture:
@@ -36,10 +36,10 @@ def epoch(task: Mixture, seed: int = 0, number: int = 0) -> list[str]:
 
 
 def test_each_example_is_the_business_of_its_part() -> None:
-    task = mixed(sums=SMALL, words=WORDS)
+    task = mixed(sums=SMALL, tens=TENS)
     parts: list[Task] = [
         build_task(part.task)
-        for part in MixtureSpec(name="mixture", parts={"sums": SMALL, "words": WORDS}).read_parts().values()
+        for part in MixtureSpec(name="mixture", parts={"sums": SMALL, "tens": TENS}).read_parts().values()
     ]
     for split in Split:
         own = [(part, example) for part in parts for example in part.examples(split)]
@@ -142,8 +142,8 @@ mode = "sequential"
 name = "arithmetic"
 max_value = 30
 weight = 2
-[task.parts.words]
-name = "reverse-text"
+[task.parts.game]
+name = "guess-number"
 repeat = 2
 """
 
@@ -152,10 +152,10 @@ def test_a_run_file_names_the_parts_and_comes_back_from_its_record(tmp_path: Pat
     (tmp_path / "run.toml").write_text(RUN)
     resolved = load_spec(str(tmp_path / "run.toml"), ["task.parts.sums.max_value=40"])
     assert isinstance(resolved.spec.task, MixtureSpec)
-    sums, words = resolved.spec.task.read_parts().values()
+    sums, game = resolved.spec.task.read_parts().values()
     assert (sums.task.name, sums.weight, sums.repeat) == ("arithmetic", 2.0, 1)
     assert resolved.spec.task.parts["sums"]["max_value"] == 40
-    assert (words.task.name, words.weight, words.repeat) == ("reverse-text", 1.0, 2)
+    assert (game.task.name, game.weight, game.repeat) == ("guess-number", 1.0, 2)
     (tmp_path / "copy.toml").write_text(write_spec(resolved))
     assert load_spec(str(tmp_path / "copy.toml"), []).spec == resolved.spec
 

@@ -23,10 +23,9 @@ name = "stopped"
 uri = "{model}"
 dtype = "float32"
 [task]
-name = "reverse-text"
-num_train = 20
+name = "arithmetic"
+max_value = 5
 num_held_out = 2
-max_words = 1
 max_reply_tokens = 40
 [train]
 steps = {steps}

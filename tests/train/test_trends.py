@@ -160,8 +160,8 @@ RECORDED: dict[str, Curve] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "recorded_curves.json").read_text()
 )
 """The steps of real runs. "one letter": a random model, paid for short replies; "fast": at
-four times the rate. "any order": a random model
-on reverse-text, paid for letters in any order. "demo": recipes/arithmetic.toml, the real model."""
+four times the rate. "any order": a random model that is to write texts backwards, paid for
+letters in any order. "demo": recipes/arithmetic.toml, the real model."""
 
 
 class OrderedTask(SpellTask):
@@ -204,7 +204,7 @@ REPORTED = straight(
     entropy_nats=(4.0, 1.65),
     common_reply_frac=(0.0, 13 / 36),
 )
-"""reverse-text as it was: known is how it began and ended; the steps between are drawn straight."""
+"""Texts backwards, paid for letters in any order: known are the ends; the steps between are straight."""
 GRADED_CLIMB = straight(
     60,
     reward_mean=(0.02, 0.6),

@@ -1,4 +1,4 @@
-"""Tasks that generate their problems, in any number: sums, reversed texts, and data sets of reasoning-gym.
+"""Tasks that generate their problems, in any number: sums, and data sets of reasoning-gym.
 
 Sums of two whole numbers are the canary that every machine can train on. The two orders, 3 + 5 and 5 + 3, are
 two examples of one problem, which is either held out or trained on.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import re
 import sys
 from abc import abstractmethod
@@ -21,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cached_property
 from importlib.metadata import version as package_version
-from itertools import takewhile
 from typing import Any, Literal
 
 from pydantic import Field
@@ -210,98 +208,6 @@ def _place_of(rank: int, size: int) -> int:
         rank = left << num_bits | right
         if rank < size:
             return rank
-
-
-_REVERSE = "Write this text backwards, letter by letter: {text}"
-# Of 8 letters at most. None reads the same both ways, so copying is never right.
-_WORD_LIST = """
-    amber anchor apple autumn basket beacon bird border bottle branch bread bridge bright broom butter
-    cabin candle canvas carpet castle cedar chalk cherry circle clever cloud clover coast copper corner
-    cotton cradle crane cricket crystal curtain dance desert distant dragon dream dust early earth echo
-    ember engine fabric falcon feather field finger flame forest fountain fox garden gentle ginger glass
-    golden granite green hammer harbor harvest hidden hollow honey horse iron island ivory jacket jungle
-    kettle kitchen ladder lantern lemon letter linen little lumber maple marble market meadow mirror mist
-    morning mountain needle north novel oak ocean olive orchard oven paper pebble pencil pepper pillow
-    planet plum pocket pond quiet quill rabbit rain raven ribbon river road rocket saddle salt sand season
-    shadow shell silver simple smoke snow spark spring steam stone storm summer sugar table thread thunder
-    timber tower travel valley velvet village violet walnut water wheel willow window winter wolf wooden
-    yarn yellow
-"""
-
-
-class ReverseTextSpec(DrawnSection):
-    """Write a short text backwards, letter by letter."""
-
-    name: Literal["reverse-text"]
-    max_words: int = Field(
-        default=4,
-        ge=1,
-        le=1000,
-        description="Most words of a text, included.",
-        json_schema_extra=expert("the texts can be made longer"),
-    )
-
-
-class ReverseText(DrawnTask):
-    """Reward: number of leading letters that are right, over the length of the longer of reply and answer.
-
-    Right only if equal but for case. The last non-blank line is judged, without outer white space.
-    `format_ok`: the reply is one line. A letter counts only behind right ones, so almost nothing is earned
-    without reading the text.
-    """
-
-    name = "reverse-text"
-    _spec: ReverseTextSpec
-
-    def __init__(self, spec: ReverseTextSpec) -> None:
-        # A sentence before, and a token for each letter. Nonsense may begin with the right letter.
-        limits = TaskLimits(max_reply_tokens=32 + 9 * spec.max_words, chance=0.02)
-        super().__init__(spec, limits, _REVERSE, "common-beginning-4")
-
-    def draw(self, number: int) -> Iterator[Example]:
-        """Yield texts of words of the list."""
-        words, stream = _WORD_LIST.split(), random.Random(f"reverse-text/1/{self._spec.max_words}")
-        for _ in range(number):
-            num_words = stream.randint(1, self._spec.max_words)
-            text = " ".join(stream.choice(words) for _ in range(num_words))
-            yield make_example(self.name, {"text": text}, text[::-1])
-
-    def problem_of(self, example: Example) -> str:
-        """Return the sorted words: another order of them needs the same letters."""
-        return " ".join(sorted(example.fields["text"].split()))
-
-    def render(self, example: Example) -> tuple[Message, ...]:
-        """Pose the text with the instruction."""
-        return pose(_REVERSE.format(**example.fields), thinking=self._spec.thinking)
-
-    async def verify(self, example: Example, text: str) -> Outcome:
-        """Compare the last line of the reply with the text written backwards."""
-        lines = [line.strip() for line in (text_after_thinking(text) or "").splitlines() if line.strip()]
-        reply = lines[-1].casefold() if lines else ""
-        gold = example.fields["text"][::-1]
-        return Outcome(
-            parts={"similarity": share_of_beginning(reply, gold)},
-            is_correct=reply == gold,
-            format_ok=len(lines) == 1,
-        )
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the text written backwards, alone and below a sentence."""
-        gold = example.fields["text"][::-1]
-        return gold, f"Here it is:\n{gold}\n"
-
-
-def share_of_beginning(reply: str, gold: str) -> float:
-    """Return the length of the common beginning of two texts, in letters, over the length of the longer one.
-
-    Other characters are skipped and earn nothing: r-i-v has three of five characters right. 1 if and only
-    if both are equal.
-    """
-    if reply == gold:
-        return 1.0
-    pairs = zip(filter(str.isalnum, reply), filter(str.isalnum, gold), strict=False)
-    num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return num_right / max(len(reply), len(gold))
 
 
 _QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer>."
