@@ -142,8 +142,8 @@ mode = "sequential"
 name = "arithmetic"
 max_value = 30
 weight = 2
-[task.parts.game]
-name = "guess-number"
+[task.parts.problems]
+name = "gsm8k"
 repeat = 2
 """
 
@@ -152,10 +152,10 @@ def test_a_run_file_names_the_parts_and_comes_back_from_its_record(tmp_path: Pat
     (tmp_path / "run.toml").write_text(RUN)
     resolved = load_spec(str(tmp_path / "run.toml"), ["task.parts.sums.max_value=40"])
     assert isinstance(resolved.spec.task, MixtureSpec)
-    sums, game = resolved.spec.task.read_parts().values()
+    sums, problems = resolved.spec.task.read_parts().values()
     assert (sums.task.name, sums.weight, sums.repeat) == ("arithmetic", 2.0, 1)
     assert resolved.spec.task.parts["sums"]["max_value"] == 40
-    assert (game.task.name, game.weight, game.repeat) == ("guess-number", 1.0, 2)
+    assert (problems.task.name, problems.weight, problems.repeat) == ("gsm8k", 1.0, 2)
     (tmp_path / "copy.toml").write_text(write_spec(resolved))
     assert load_spec(str(tmp_path / "copy.toml"), []).spec == resolved.spec
 
