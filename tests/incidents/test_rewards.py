@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
+from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, run_audit
 from strop.errors import CheckRefused
 from strop.record.rollouts import read_rollouts
 from strop.rollout import (
@@ -339,9 +339,8 @@ class Backwards(Sums):
 @pytest.mark.parametrize("is_any_order", [True, False])
 def test_rew_4_a_reward_that_pays_for_one_word_is_red(*, is_any_order: bool) -> None:
     """Incident: letters in any order were paid, and a run learned to answer every text with "text"."""
-    report = audit(Backwards(is_any_order=is_any_order))
+    report = audit(Backwards(is_any_order=is_any_order), "constant")
     assert ("constant" in failed(report)) is is_any_order
-    assert report.verdict is (Verdict.RED if is_any_order else Verdict.GREEN)
 
 
 def test_rew_4_chance_is_a_warning() -> None:

@@ -162,7 +162,7 @@ def test_a_run_goes_on_behind_an_epoch_with_the_rows_and_the_date_that_it_began_
     model = shutil.copytree(here.model, tmp_path / "dated")
     template = model / "chat_template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }} " + template.read_text())
-    words = [f"model.uri={model}", "task.num_train=4", "train.steps=4"]
+    words = [f"model.uri={model}", "task.num_held_out=12", "train.steps=4"]
     # Two of two steps of an epoch are done.
     here.break_off(2, *words)
     (run,) = list_runs(here.folder / "runs")
@@ -180,7 +180,7 @@ def test_a_run_goes_on_behind_an_epoch_with_the_rows_and_the_date_that_it_began_
     dates = [step[0].turns[0].text.partition(" <")[0] for step in rollouts]
     assert dates[:2] != dates[2:] == ["03 Feb 2001"] * 2
     # As does the evaluation of its checkpoints, whose own date holds for its life.
-    setup = read_setup(task.name, ["num_train=4", "num_held_out=3", "max_words=1"], Split.HELD_OUT)
+    setup = read_setup(task.name, ["max_value=4", "num_held_out=12"], Split.HELD_OUT)
     request = EvalRequest(num_examples=1, out_dir=tmp_path / "evals")
     for date in ("2001-02-03", "2002-02-03"):
         record.write_text(record.read_text().replace("2001-02-03", date))
@@ -288,7 +288,7 @@ def test_what_a_run_trained_on_is_known_although_its_task_has_changed(here: Here
     found = read_trained_ids(path)
     assert found == known | {held_out[0].example_id, task.problem_of(held_out[0])}
     with pytest.raises(
-        CheckRefused, match=r"1 of 3 examples of task arithmetic called held_out were trained"
+        CheckRefused, match=r"2 of 3 examples of task arithmetic called held_out were trained"
     ):
         refuse_trained(task, Split.HELD_OUT, held_out, found)
 
@@ -375,7 +375,7 @@ def test_a_task_that_cannot_say_right_or_wrong_cannot_be_evaluated(
         return Outcome(parts={"similarity": 1.0 if text.strip().endswith(example.answer or "") else 0.0})
 
     monkeypatch.setattr(Arithmetic, "verify", say_nothing)
-    accepted = "train.accept=weights: random; audit.failure_paths: the empty text ends every text"
+    accepted = "train.accept=weights: random; audit: it says nothing"
     with pytest.raises(RunStopped, match=r"none of 2 held-out replies at step 0 could be judged"):
         here.train(accepted)
 
