@@ -187,7 +187,7 @@ def test_a_judges_rubric_is_a_part_of_a_run(tmp_path: Path, own_cache: Path, tin
 def test_an_order_of_training_examples_is_a_part_although_no_score_depends_on_it(
     tmp_path: Path, own_cache: Path, tiny_model_dir: Path
 ) -> None:
-    task = {"name": "arithmetic", "max_value": 3, "num_held_out": 2}
+    task = {"name": "arithmetic", "max_value": 4, "num_held_out": 2}
     spec = RunSpec.model_validate({"name": "made", "task": task})
     ids = [example.example_id for example in build_task(spec.task).examples("train")]  # type: ignore[arg-type]
     order = tmp_path / "order.jsonl"
