@@ -141,7 +141,7 @@ CLOUD, CLUSTER = {"site": "cloud"}, {"site": "slurm"}
         (EVAL, [], {"sweep": ("seed=1,2",)}, "--sweep"),
         (EVAL, ["train.steps=3"], {"command": "eval"}, "train.steps"),
         (EVAL, ["task.max_value=3"], {}, "task.max_value"),
-        (EVAL, ["task.parts.text.max_words=zero"], {}, "task.max_words='zero'"),
+        (EVAL, ["task.parts.game.max_value=zero"], {}, "task.max_value='zero'"),
         (EVAL, ["harness.seed=3"], {}, "harness.seed"),
         (HARNESS, ["harness.num_few_shot=-1"], {}, "harness.num_few_shot=-1"),
         (HARNESS, ['harness.tasks=["mbpp"]'], {}, "--confirm-run-unsafe-code"),

@@ -186,7 +186,7 @@ def test_a_setting_in_a_run(run_path: str) -> None:
     absent = explain("task.config.high", resolved)
     assert (absent.value, absent.origin) == (None, None)
     # A setting of another task is explained, and has no value here.
-    assert explain("task.max_words", resolved).origin is None
+    assert explain("task.min_value", resolved).origin is None
 
 
 def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
