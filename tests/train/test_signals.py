@@ -26,7 +26,7 @@ dtype = "float32"
 name = "arithmetic"
 max_value = 5
 num_held_out = 2
-max_reply_tokens = 40
+max_reply_tokens = 32
 [train]
 steps = {steps}
 prompts_per_step = 4
