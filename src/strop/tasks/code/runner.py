@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, partialmethod
 from importlib import import_module
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -136,10 +136,7 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__pos__, float: float.__pos
 _FORMS: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     "list": (list.__iter__, lambda *items: list(items)),
     "tuple": (tuple.__iter__, lambda *items: items),
-    "dict": (
-        lambda value: chain.from_iterable(dict.items(value)),
-        lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-    ),
+    "dict": (dict.items, lambda *pairs: dict(pairs)),
     "bytes": (lambda value: [bytes.hex(value)], bytes.fromhex),
     "complex": (lambda value: (value.real, value.imag), complex),
     "type": (lambda value: [value.__name__], {one.__name__: one for one in _TYPES}.__getitem__),
