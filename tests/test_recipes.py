@@ -25,7 +25,7 @@ from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.spec import RunSpec, load_spec, write_spec
 from strop.store import get_model, open_store
-from strop.tasks.presets import read_preset
+from strop.tasks.rows.row_task import read_preset
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
 from tests.fixtures.recipes import NAMES, RECIPES, ROOT, sections, tiny_overrides, tiny_steps, write_tiny_rows

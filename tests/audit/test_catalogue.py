@@ -11,7 +11,7 @@ import pytest
 from strop.audit import AuditReport, AuditSettings, ProbeStatus, run_audit
 from strop.spec import TaskSpec
 from strop.tasks import build_task
-from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
+from strop.tasks.instructions.tasks import InstructionSpec
 from strop.tasks.presets import PresetSpec
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.test_tasks import ALL_ROWS
@@ -54,8 +54,8 @@ TASKS: dict[str, tuple[type[Any], list[Row]]] = {
             for n in NUMBERS
         ],
     ),
-    "rlvr-ifeval": (RlvrIfevalSpec, ALL_ROWS["rlvr-ifeval"]),
-    "if-multi": (IfMultiSpec, ALL_ROWS["if-multi"]),
+    "rlvr-ifeval": (InstructionSpec, ALL_ROWS["rlvr-ifeval"]),
+    "if-multi": (InstructionSpec, ALL_ROWS["if-multi"]),
 }
 
 

@@ -30,7 +30,7 @@ from strop.tasks import Task, build_task
 from strop.tasks.code.judge import JudgeJob, judge_python
 from strop.tasks.instructions import rules
 from strop.tasks.instructions.rules import detect_language
-from strop.tasks.instructions.tasks import IfMultiSpec
+from strop.tasks.instructions.tasks import InstructionSpec
 from strop.tasks.judging import Judge
 from strop.tasks.mathematics.answers import last_number, read_value
 from strop.tasks.presets import PresetSpec, PresetTask
@@ -162,7 +162,7 @@ def one(*constraints: tuple[str, dict[str, Any]]) -> Example:
 
 
 def multi() -> Task:
-    return build_task(IfMultiSpec(name="if-multi", source="unused.jsonl"))
+    return build_task(InstructionSpec(name="if-multi", source="unused.jsonl"))
 
 
 def test_rew_1_an_exception_of_a_checker_is_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:

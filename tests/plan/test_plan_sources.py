@@ -130,7 +130,7 @@ def test_what_is_here_is_read_and_what_is_wrong_with_it_is_said(
     assert plan_it(*words).schedule.num_train_examples == 9
     (folder / "train.parquet").unlink()
     (folder / "train.jsonl").write_text(json.dumps({"question": "x"}) + "\n")
-    with pytest.raises(DataError, match=r"train\.jsonl, row 1 has columns"):
+    with pytest.raises(DataError, match=r"train\.jsonl, row 1 has answer=None"):
         plan_it(*words)
 
 

@@ -231,15 +231,6 @@ class TrainingRows(HeldOutRows):
     )
 
 
-class EvaluationRows(HeldOutRows):
-    """Base of tasks whose data is for evaluation only."""
-
-    @property
-    def num_train(self) -> int | None:
-        """None: known only to the task, which refuses training."""
-        return None
-
-
 class CodeTaskSection(SandboxSettings, HeldOutRows):
     """Base of tasks that run model-written code."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import FailureOwner, Split
-from strop.tasks.code.code_task import AppsSpec, CodeTask
+from strop.tasks.code.code_task import CodeSpec, CodeTask
 from strop.tasks.task import describe_counts
 from tests.fixtures.judging import failed, run_self_test, verdict
 from tests.fixtures.row_files import write_rows
@@ -46,7 +46,7 @@ def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
     ):
         write_rows(tmp_path / f"{stem}.jsonl", some)
     settings = {"min_isolation": best_level(), **settings}
-    return CodeTask(AppsSpec(name="apps", source=str(tmp_path), **settings))
+    return CodeTask(CodeSpec(name="apps", source=str(tmp_path), **settings))
 
 
 def test_items_without_two_tests_are_dropped_and_counted(tmp_path: Path) -> None:

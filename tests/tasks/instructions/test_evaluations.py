@@ -24,8 +24,7 @@ from strop.tasks.instructions.evaluations import (
     NLTK_DATA,
     PACKAGE,
     RELEASE,
-    IfBenchSpec,
-    IfEvalSpec,
+    EvaluationSpec,
     judge,
     load_package,
 )
@@ -70,11 +69,11 @@ def two_parts(tmp_path: Path) -> str:
 
 
 def ifeval(source: str, **settings: Any) -> Task:
-    return build_task(IfEvalSpec(name="ifeval", source=source, **settings))
+    return build_task(EvaluationSpec(name="ifeval", source=source, **settings))
 
 
 def ifbench(source: str) -> Task:
-    return build_task(IfBenchSpec(name="ifbench", source=source))
+    return build_task(EvaluationSpec(name="ifbench", source=source))
 
 
 def last(task: Task) -> Example:
@@ -179,8 +178,8 @@ _WORKER = """
 import asyncio, time
 from strop.rollout import make_example
 from strop.tasks import build_warm_task
-from strop.tasks.instructions.evaluations import IfEvalSpec
-task = build_warm_task(IfEvalSpec(name="ifeval", source="unused.jsonl"))
+from strop.tasks.instructions.evaluations import EvaluationSpec
+task = build_warm_task(EvaluationSpec(name="ifeval", source="unused.jsonl"))
 constraints = [
     {"id": "language:response_language", "arguments": {"language": "de"}},
     {"id": "length_constraints:number_sentences", "arguments": {"num_sentences": 2, "relation": "at least"}},

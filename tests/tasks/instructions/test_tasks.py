@@ -15,7 +15,7 @@ from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.instructions.rules import load_detector
-from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec, is_echo
+from strop.tasks.instructions.tasks import InstructionSpec, is_echo
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.instruction_cases import MULTI_ARGUMENTS, RLVR_ARGUMENTS, Arguments
@@ -54,7 +54,7 @@ def write(path: Path, rows: Sequence[Row]) -> str:
 
 
 def task_of(name: str, folder: Path, rows: Sequence[Row], **settings: Any) -> Task:
-    spec: Any = {"rlvr-ifeval": RlvrIfevalSpec, "if-multi": IfMultiSpec}[name]
+    spec: Any = InstructionSpec
     return build_task(spec(name=name, source=write(folder / "rows.jsonl", rows), **settings))
 
 

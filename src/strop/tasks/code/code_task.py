@@ -1,6 +1,6 @@
 """Problems answered by a program, in the schemas of MBPP, HumanEval and APPS, judged by their tests.
 
-A TOML file beside this one says of each data set where its files are and how its problems are posed.
+A TOML file of `presets` says of each data set where its files are and how its problems are posed.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 from strop.rollout import Example, Outcome, Split, make_example
-from strop.spec.base import Unhashed
-from strop.spec.task import CodeTaskSection, EvaluationRows, TrainingRows
+from strop.spec.task import CodeTaskSection
 from strop.tasks.code.extraction import (
     WALL_S,
     Import,
@@ -26,38 +24,20 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.judge import JudgeJob
 from strop.tasks.code.row_tests import read_table
-from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import RowTask, published, text_of
+from strop.tasks.rows.layout import Row, bad_row
+from strop.tasks.rows.row_task import PublishedRows, RowTask, read_preset, text_of
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0
 """Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
 _MAX_TESTS_BYTES = 8 << 20
 """Few problems have larger tests, which each verdict sends to a sandbox."""
 _VERIFIER = "python-programs-3"
-_SETS = {
-    name: DataSet.read(Path(__file__).with_name(f"{name}.toml")) for name in ("mbpp", "humaneval", "apps")
-}
 
 
-class MbppSpec(CodeTaskSection, TrainingRows):
-    """Short Python functions, in the columns of MBPP."""
+class CodeSpec(CodeTaskSection, PublishedRows):
+    """Problems in the columns of MBPP, HumanEval (for evaluation only) or APPS."""
 
-    name: Literal["mbpp"]
-    source: Unhashed[str] = published(_SETS["mbpp"])
-
-
-class HumanEvalSpec(CodeTaskSection, EvaluationRows):
-    """Python functions to complete, in the columns of HumanEval; for evaluation only."""
-
-    name: Literal["humaneval"]
-    source: Unhashed[str] = published(_SETS["humaneval"])
-
-
-class AppsSpec(CodeTaskSection, TrainingRows):
-    """Programming contests, in the columns of APPS."""
-
-    name: Literal["apps"]
-    source: Unhashed[str] = published(_SETS["apps"])
+    name: Literal["mbpp", "humaneval", "apps"]
 
 
 class CodeTask(RowTask):
@@ -68,10 +48,10 @@ class CodeTask(RowTask):
     with more than 8 MiB of them are left out.
     """
 
-    _spec: MbppSpec | HumanEvalSpec | AppsSpec
+    _spec: CodeSpec
 
-    def __init__(self, spec: MbppSpec | HumanEvalSpec | AppsSpec) -> None:
-        super().__init__(spec, _SETS[spec.name], spec.source, _VERIFIER)
+    def __init__(self, spec: CodeSpec) -> None:
+        super().__init__(spec, read_preset(spec.name), spec.source, _VERIFIER)
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Run the tests over the reply's program. Raises: like `judge_reply`."""

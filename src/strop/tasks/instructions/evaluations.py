@@ -16,13 +16,11 @@ from typing import Any, Literal
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Outcome
-from strop.spec.base import Unhashed
-from strop.spec.task import EvaluationRows
 from strop.tasks.instructions.rules import load_detector
 from strop.tasks.instructions.tasks import Constraint, InstructedRows, judged_text, pair_constraints
 from strop.tasks.registry import import_extra
-from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import published, text_of
+from strop.tasks.rows.layout import Row, bad_row
+from strop.tasks.rows.row_task import PublishedRows, read_preset, text_of
 from strop.tasks.task import right_or_wrong
 
 PACKAGE, RELEASE = "if-verifiable", "0.1.2"
@@ -32,30 +30,14 @@ NLTK_DATA: Mapping[str, Sequence[str]] = {
     "ifbench": (*_TOKENIZERS, "taggers/averaged_perceptron_tagger_eng", "corpora/stopwords"),
 }
 """What nltk needs for each; the package would fetch what it misses from the network."""
-_MAX_REPLY_TOKENS = 4096
-_SETS = {
-    name: DataSet(source=source, held_out=(file,), max_reply_tokens=_MAX_REPLY_TOKENS)
-    for name, source, file in (
-        ("ifeval", "google/IFEval", "ifeval_input_data.jsonl"),
-        ("ifbench", "allenai/IFBench_test", "data/train-00000-of-00001.parquet"),
-    )
-}
-_MAX_CHARS = 8 * _MAX_REPLY_TOKENS
+_MAX_CHARS = 32_768
 """Beginning of a reply that is judged: twice what its tokens hold of English."""
 
 
-class IfEvalSpec(EvaluationRows):
-    """Prompts with instructions that a program can check: IFEval, for evaluation only."""
+class EvaluationSpec(PublishedRows):
+    """Prompts with instructions that a program can check, for evaluation only."""
 
-    name: Literal["ifeval"]
-    source: Unhashed[str] = published(_SETS["ifeval"])
-
-
-class IfBenchSpec(EvaluationRows):
-    """Prompts with instructions that a program can check: IFBench, for evaluation only."""
-
-    name: Literal["ifbench"]
-    source: Unhashed[str] = published(_SETS["ifbench"])
+    name: Literal["ifeval", "ifbench"]
 
 
 class PublishedInstructions(InstructedRows):
@@ -68,10 +50,10 @@ class PublishedInstructions(InstructedRows):
     `correct_strict` and `correct_loose`.
     """
 
-    def __init__(self, spec: IfEvalSpec | IfBenchSpec) -> None:
+    def __init__(self, spec: EvaluationSpec) -> None:
         # The package's patterns take quadratic time on some replies, such as a thousand opening brackets.
         limits = {"max_goldless_frac": 1.0, "verify_limit_s": 5.0}
-        super().__init__(spec, _SETS[spec.name], spec.source, f"{PACKAGE}-{RELEASE}", **limits)
+        super().__init__(spec, read_preset(spec.name), spec.source, f"{PACKAGE}-{RELEASE}", **limits)
 
     def warm_up(self) -> None:
         """Load the package and its rules. Raises: ConfigError like `load_package`."""

@@ -14,12 +14,10 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from strop.rollout import Example, Outcome, make_example
-from strop.spec.base import Unhashed
-from strop.spec.task import TrainingRows
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.instructions.rules import bind, has_substance, load_detector
-from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import RowTask, published
+from strop.tasks.rows.layout import Row, bad_row
+from strop.tasks.rows.row_task import PublishedRows, RowTask, read_preset
 
 _RLVR = """
 verify_keywords keywords:existence keyword_list=keywords
@@ -59,27 +57,10 @@ Constraint = dict[str, Any]
 """An instruction as examples have it: its `id`, and its `arguments` that are present."""
 
 
-_SETS = {
-    name: DataSet(source=source, train=("data/train-00000-of-00001.parquet",), max_reply_tokens=2048)
-    for name, source in (
-        ("rlvr-ifeval", "allenai/RLVR-IFeval"),
-        ("if-multi", "allenai/IF_multi_constraints_upto5"),
-    )
-}
+class InstructionSpec(PublishedRows):
+    """Prompts with instructions that a program can check, for training."""
 
-
-class RlvrIfevalSpec(TrainingRows):
-    """Prompts with one instruction each that a program can check, for training."""
-
-    name: Literal["rlvr-ifeval"]
-    source: Unhashed[str] = published(_SETS["rlvr-ifeval"])
-
-
-class IfMultiSpec(TrainingRows):
-    """Prompts with one to five instructions that a program can check, for training."""
-
-    name: Literal["if-multi"]
-    source: Unhashed[str] = published(_SETS["if-multi"])
+    name: Literal["rlvr-ifeval", "if-multi"]
 
 
 class InstructedRows(RowTask):
@@ -110,9 +91,9 @@ class InstructionTask(InstructedRows):
     Metrics: `instructions_total`, `instructions_satisfied`.
     """
 
-    def __init__(self, spec: RlvrIfevalSpec | IfMultiSpec) -> None:
+    def __init__(self, spec: InstructionSpec) -> None:
         load_detector()
-        super().__init__(spec, _SETS[spec.name], spec.source, "instructions-6", max_goldless_frac=1.0)
+        super().__init__(spec, read_preset(spec.name), spec.source, "instructions-6", max_goldless_frac=1.0)
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the rule of every instruction.

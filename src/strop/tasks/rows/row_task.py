@@ -7,15 +7,17 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from typing_extensions import override
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Split
-from strop.spec.task import SOURCE_HELP, TaskSpec
+from strop.spec.base import Unhashed
+from strop.spec.task import SOURCE_HELP, TaskSpec, TrainingRows
 from strop.spec.template import fill, list_names
 from strop.tasks.answers import show_answer
 from strop.tasks.overlap import normal_text
@@ -26,6 +28,32 @@ from strop.tasks.version import fit_limits, hash_version
 
 _HELD_OUT_SHARE = 10
 """One question in this many of data without splits is held out, if no number is set."""
+
+
+_PRESETS = Path(__file__).parents[1] / "presets"
+
+
+@cache
+def read_preset(name: str) -> DataSet:
+    """Return what the file of a published data set says."""
+    return DataSet.read(_PRESETS / f"{name}.toml")
+
+
+class PublishedRows(TrainingRows):
+    """Base of tasks with a published data set, which a file of `presets` describes."""
+
+    source: Unhashed[str] = Field(
+        default="", description=f"{SOURCE_HELP.format('openai/gsm8k')} Empty = the data set's own place."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_source(cls, values: Any) -> Any:
+        """Name the data set's own place: whoever lists or stages what a run reads finds it there."""
+        is_open = isinstance(values, dict) and not values.get("source")
+        if is_open and (_PRESETS / f"{values.get('name')}.toml").is_file():
+            return {**values, "source": read_preset(values["name"]).source}
+        return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,12 +126,14 @@ def read_examples(
     train, held_out = dict([*kept.items()][: spec.num_train]), dict([*held_out.items()][: spec.num_held_out])
     if not held_out or (Split.TRAIN in data.splits and not train):
         left = ", ".join(f"{number} {why}" for why, number in left_out.items())
+        is_cut = any(files[split] and not rows[split] for split in Split)
         raise DataError(
             f"task.source={source} has {sum(map(len, rows.values()))} rows, {len(train)} training and"
             f" {len(held_out)} held-out examples; rows left out: {left or 'none'}",
             allowed="at least one example in each split, of different questions",
-            next_step="add rows, or the answers that are missing (task.answer names their column), or lower"
-            " task.num_held_out; fetch an empty file again: an interrupted download looks like this",
+            next_step="fetch or write the file again; an interrupted download looks like this"
+            if is_cut
+            else "add rows, or the answers that are missing, or lower task.num_held_out",
         )
     return SplitExamples(
         train=tuple(train.values()),
@@ -203,11 +233,6 @@ class RowTask(Task):
     @cached_property
     def _splits(self) -> SplitExamples:
         return read_examples(self._spec, self._source, self._data, self.to_example, self.question)
-
-
-def published(data: DataSet) -> Any:
-    """Return the setting `source` with the place of a published data set as its default."""
-    return Field(default=data.source, min_length=1, description=SOURCE_HELP.format(data.source))
 
 
 def gold_of(example: Example) -> str:
