@@ -70,7 +70,7 @@ def extract_python(text: str, names: Sequence[str] = (), head: str = "") -> str 
     tagged = [match[2] for match in _ANSWERS.finditer(answer)]
     pieces = list(_split("\n<answer>\n".join([answer, *tagged[-_MAX_CUTS:]])))
     bodies = [_complete(head, piece, names[0]) for piece, _ in reversed(pieces) if head]
-    return _assemble([*bodies, *inline, *(code for _, code in pieces)], names)
+    return _assemble([*bodies, *inline, answer, *(code for _, code in pieces)], names)
 
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
