@@ -215,23 +215,18 @@ SOURCE_HELP = (
 )
 
 
-class HeldOutRows(TaskSection):
-    """Base of tasks with rows for evaluation."""
+class TrainingRows(TaskSection):
+    """Base of tasks with rows. A data set for evaluation alone refuses training, whatever the settings."""
 
+    num_train: int | None = Field(
+        default=None, ge=1, le=10**7, description="Number of training problems, from the first. none = all."
+    )
     num_held_out: int | None = Field(
         default=None, ge=1, le=10**7, description="Held-out problems. none = all, or of unsplit data a tenth."
     )
 
 
-class TrainingRows(HeldOutRows):
-    """Base of tasks that also train on rows."""
-
-    num_train: int | None = Field(
-        default=None, ge=1, le=10**7, description="Number of training problems, from the first. none = all."
-    )
-
-
-class CodeTaskSection(SandboxSettings, HeldOutRows):
+class CodeTaskSection(SandboxSettings, TrainingRows):
     """Base of tasks that run model-written code."""
 
 
