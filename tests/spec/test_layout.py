@@ -32,7 +32,7 @@ JUDGED = {
     "prompt": "prompt",
     "reward": "judge",
     "source": "rows.jsonl",
-    "rubric": "quality",
+    "rubric": "correctness",
     "judge_url": "role",
     "judge_model": "org/judge",
     "judge_revision": "1",

@@ -126,8 +126,7 @@ def test_one_thing_is_asked_once(tmp_path: Path) -> None:
         task = judge_task(tmp_path, server.url)
         first, again, other = judge(task, "word-0"), judge(task, "word-0"), judge(task, "word-1")
         stranger = judge(judge_task(tmp_path, server.url, judge_revision="2"), "word-0")
-    assert [outcome.metrics["judge_cached"] for outcome in (first, again, other, stranger)] == [0, 1, 0, 0]
-    assert [outcome.reward for outcome in (first, again, other)] == [1.0, 1.0, 0.0]
+    assert [outcome.reward for outcome in (first, again, other, stranger)] == [1.0, 1.0, 0.0, 1.0]
     assert len(server.requests) == 3
 
 
@@ -249,9 +248,9 @@ def test_the_version_is_the_judge_and_not_the_way_to_it(tmp_path: Path) -> None:
     rubric.write_text("{{prompt}} {{reply}} {{answer}}")
     first = version(rubric=str(rubric))
     rubric.write_text("{{prompt}} {{reply}} {{answer}}.")
-    others = [first, version(rubric=str(rubric)), version(rubric="quality")]
+    others = [first, version(rubric=str(rubric))]
     others += [version(judge_model="other"), version(judge_revision="2"), version(pass_score=0.9)]
-    assert len({plain, *others}) == 7
+    assert len({plain, *others}) == 6
 
 
 @pytest.mark.parametrize(
@@ -350,7 +349,8 @@ def test_places_are_filled_at_once_and_the_contract_follows(tmp_path: Path) -> N
         task = judge_task(tmp_path, server.url, rows, rubric=rubric)
         judge(task, "blue")
     prompt = task.examples(Split.TRAIN)[0].fields["prompt"]
-    shown = f"Q {prompt} R {wrap_reply('blue')} of sea; {{not a place}}\n\n{judge_model.CONTRACT}"
+    contract = judge_model.CONTRACT.replace("SCORES", "x")
+    shown = f"Q {prompt} R {wrap_reply('blue')} of sea; {{not a place}}\n\n{contract}"
     assert server.questions == [shown]
 
 
@@ -393,46 +393,46 @@ def test_no_reply_forges_delimiters_or_a_score(text: str) -> None:
     found = REPLY.fullmatch(shown)
     assert found is not None
     # A judge that ends by quoting the reply has given no score.
-    assert read_scores("The reply says " + found.group(2)) is None
+    assert read_scores("The reply says " + found.group(2), 1) is None
 
 
 def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
-    raw = [text for text in INJECTIONS.values() if read_scores(text) is not None]
+    raw = [text for text in INJECTIONS.values() if read_scores(text, 1) is not None]
     assert len(raw) == 3
     for text in raw:
-        assert json.dumps("score") not in wrap_reply(text)
+        assert json.dumps("scores") not in wrap_reply(text)
 
 
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
-        ('{"score": 0.25, "reason": "thin"}', 0.25),
-        ('It has 3 faults of 10.\n{"score": 0.7, "reason": "x"}\n', 0.7),
-        ('```json\n{"score": 1, "reason": "x"}\n```', 1.0),
-        ('{"score": 1, "reason": "first"} and then {"score": 0, "reason": "last"}', 0.0),
-        ('{"score": 0.5, "reason": "it uses {braces} and }"}', 0.5),
-        ('{"reason": "nested", "parts": {"score": 1}, "score": 0.1}', 0.1),
-        ('<think>{"score": 1, "reason": "maybe"}</think>{"score": 0.2, "reason": "no"}', 0.2),
-        ('I would give {"score": 1}.</think>\n{"score": 0.3}', 0.3),
+        ('{"scores": [0.25], "reason": "thin"}', 0.25),
+        ('It has 3 faults of 10.\n{"scores": [0.7], "reason": "x"}\n', 0.7),
+        ('```json\n{"scores": [1], "reason": "x"}\n```', 1.0),
+        ('{"scores": [1], "reason": "first"} and then {"scores": [0], "reason": "last"}', 0.0),
+        ('{"scores": [0.5], "reason": "it uses {braces} and }"}', 0.5),
+        ('{"reason": "nested", "parts": {"scores": [1]}, "scores": [0.1]}', 0.1),
+        ('<think>{"scores": [1], "reason": "maybe"}</think>{"scores": [0.2], "reason": "no"}', 0.2),
+        ('I would give {"scores": [1]}.</think>\n{"scores": [0.3]}', 0.3),
     ],
 )
 def test_the_last_object_is_the_judgement(answer: str, score: float) -> None:
-    assert read_scores(answer) == [score]
+    assert read_scores(answer, 1) == [score]
 
 
 NO_SCORES = [
-    *("", "I give it 0.9.", "Score: 1", "I cannot help with that.", '{"grade": 1}', '[{"score": 1}]'),
-    *('{"score": 1, "reason": "x"} That is my grade.', '{"score": "1", "reason": "x"}'),
-    *('{"score": true, "reason": "x"}', '{"score": null, "reason": "x"}', '{"outer": {"score": 1}}'),
-    *('{"score": 1, "reason": "cut in the mid', '<think>still at it {"score": 1, "reason": "x"}'),
+    *("", "I give it 0.9.", "Score: 1", "I cannot help with that.", '{"grade": 1}', '[{"scores": [1]}]'),
+    *('{"scores": [1], "reason": "x"} That is my grade.', '{"scores": ["1"], "reason": "x"}'),
+    *('{"scores": [true], "reason": "x"}', '{"scores": [null], "reason": "x"}', '{"outer": {"scores": [1]}}'),
+    *('{"scores": [1], "reason": "cut in the mid', '<think>still at it {"scores": [1], "reason": "x"}'),
     "{" * 5000 + "}",
 ]
 BEYOND = [
-    f'{{"score": {one}, "reason": "x"}}'
+    f'{{"scores": [{one}], "reason": "x"}}'
     for one in ("1.5", "-0.1", "10", "1" + "0" * 400, "NaN", "Infinity", "1e400")
 ]
 
 
 @pytest.mark.parametrize("answer", [*NO_SCORES, *BEYOND])
 def test_anything_else_has_no_score(answer: str) -> None:
-    assert read_scores(answer) is None
+    assert read_scores(answer, 1) is None

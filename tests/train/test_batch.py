@@ -185,14 +185,12 @@ def test_the_numbers_of_several_optimizer_steps_by_hand() -> None:
 
 
 def test_rew_6_a_judge_that_gave_no_score_is_counted_and_no_wrong_answer() -> None:
-    unread = replace(LOST, metrics={"judge_cached": 0.0, "judge_unparsable": 1.0})
-    right = Outcome(parts={"toy": 1.0}, metrics={"judge_cached": 1.0})
+    unread = replace(LOST, metrics={"reply_chars": 2.0, "judge_unparsable": 1.0})
+    right = Outcome(parts={"toy": 1.0}, metrics={"reply_chars": 2.0})
     rollouts = [rollout(one, prompt(1), said(ids(2)), index=i) for i, one in enumerate((unread, right))]
     metrics = measure_rollouts([Group(example=EXAMPLE, rollouts=tuple(rollouts))])
-    names = ("judge_unparsable_frac", "judge_cached_frac", "failed_frac", "reward_mean")
-    assert [metrics[name] for name in names] == [0.5, 0.5, 0.5, 1.0]
-
-    # Five judgements of 0.25 s each.
+    names = ("judge_unparsable_frac", "failed_frac", "reward_mean")
+    assert [metrics[name] for name in names] == [0.5, 0.5, 1.0]
 
 
 # The example schedule: every epoch a permutation, nothing dropped, no state.

@@ -46,10 +46,10 @@ class JudgeSettings(TaskSection):
         json_schema_extra=expert("verdicts of two judges are not comparable"),
     )
     rubric: Unhashed[str] = Field(
-        default="quality",
+        default="correctness",
         min_length=1,
-        description="Criterion of the judge: 'quality', 'correctness' (compares with the answer), or a text"
-        " file (.txt, .md, or marked as a path) with the placeholders {{prompt}} and {{reply}}, and"
+        description="Criterion of the judge: 'correctness' (compares with the answer), or a text file"
+        " (.txt, .md, or marked as a path) with the placeholders {{prompt}} and {{reply}}, and"
         " {{answer}} or any column of the rows.",
         json_schema_extra=expert("the criterion depends on the task"),
     )

@@ -15,8 +15,7 @@ import hashlib
 import math
 import re
 import sys
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cached_property
 from importlib.metadata import version as package_version
@@ -34,66 +33,6 @@ from strop.tasks.prompt import pose
 from strop.tasks.registry import import_extra
 from strop.tasks.task import Task, TaskLimits, right_or_wrong
 from strop.tasks.version import fit_limits, hash_version
-
-_DRAWS = 8
-"""For each example that is asked for: problems may repeat each other."""
-
-
-class DrawnSection(TaskSection):
-    """Settings of how many problems are drawn."""
-
-    num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
-    num_held_out: int = Field(
-        default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
-    )
-
-
-class DrawnTask(Task):
-    """A task with as many examples as are asked for."""
-
-    def __init__(self, spec: TaskSection, limits: TaskLimits, prompt: str, verifier: str) -> None:
-        self.limits = fit_limits(limits, spec)
-        self._spec, self._prompt, self._verifier = spec, prompt, verifier
-        self.num_train, self.num_held_out = spec.num_train or 0, spec.num_held_out or 0
-
-    @property
-    def version(self) -> str:
-        """Hash over the settings and limits: they decide every example."""
-        return hash_version(self.name, self._prompt, self._verifier, self.limits, self._spec)
-
-    @abstractmethod
-    def draw(self, number: int) -> Iterator[Example]:
-        """Yield problems, the same ones in every process: `number`, some of them alike, or all there are."""
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split; held-out ones stay the same when `num_train` changes.
-
-        Raises: ConfigError if there are too few different ones; any exception of `draw`.
-        """
-        is_held_out = split is Split.HELD_OUT
-        return self._examples[: self.num_held_out] if is_held_out else self._examples[self.num_held_out :]
-
-    @cached_property
-    def _examples(self) -> tuple[Example, ...]:
-        """Different examples, held-out ones first; no other one poses a problem of theirs."""
-        num_wanted = self.num_held_out + self.num_train
-        found: dict[str, Example] = {}
-        held_out: set[str | None] = set()
-        for example in self.draw(_DRAWS * num_wanted):
-            if len(found) < self.num_held_out:
-                held_out.add(self.problem_of(example))
-            elif self.problem_of(example) in held_out:
-                continue
-            found.setdefault(example.example_id, example)
-            if len(found) == num_wanted:
-                return tuple(found.values())
-        raise ConfigError(
-            f"task.num_train={self.num_train} and task.num_held_out={self.num_held_out} ask for"
-            f" {num_wanted} different problems",
-            allowed=f"about {len(found)} in all with these settings",
-            next_step="lower task.num_train, or let the task's own settings allow more",
-        )
-
 
 _SUM = "What is {a} + {b}?"
 _BASE_SUM = f"{_SUM}\nA:"
@@ -131,21 +70,45 @@ class ArithmeticSpec(TaskSection):
         return max(0, num_values**2 - self.num_held_out - self.num_held_out % 2)
 
 
-class Arithmetic(DrawnTask):
+class Arithmetic(Task):
     """What is a + b? Right if the last number of the reply is the sum.
 
     `format_ok`: the reply ends with a number, as defined in `answers`.
     """
 
     name = "arithmetic"
-    _spec: ArithmeticSpec
 
     def __init__(self, spec: ArithmeticSpec) -> None:
-        limits = TaskLimits(max_reply_tokens=32, base_stop_strings=("\n",))
-        super().__init__(spec, limits, _BASE_SUM, "last-number-2")
+        self.limits = fit_limits(TaskLimits(max_reply_tokens=32, base_stop_strings=("\n",)), spec)
+        self._spec = spec
 
-    def draw(self, number: int) -> Iterator[Example]:
-        """Yield all pairs, those of held-out problems first, in an order that the settings alone decide."""
+    @property
+    def version(self) -> str:
+        """Hash over the settings and limits: they decide every example."""
+        return hash_version(self.name, _BASE_SUM, "last-number-2", self.limits, self._spec)
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the sums of a split. Raises: ConfigError if there are too few."""
+        return self._splits[split]
+
+    @cached_property
+    def _splits(self) -> Mapping[Split, Sequence[Example]]:
+        num, pairs = self._spec.num_held_out, self._list_pairs()
+        if len(pairs) < num:
+            raise ConfigError(
+                f"task.num_held_out={num} of {len(pairs)} pairs of numbers",
+                allowed=f"at most {len(pairs)}",
+                next_step="lower task.num_held_out, or raise task.max_value",
+            )
+        mirrored = {(b, a) for a, b in pairs[:num]}
+        train = [pair for pair in pairs[num:] if pair not in mirrored][: self._spec.num_train]
+        return {
+            split: [make_example(self.name, {"a": a, "b": b}, str(a + b)) for a, b in chosen]
+            for split, chosen in ((Split.TRAIN, train), (Split.HELD_OUT, pairs[:num]))
+        }
+
+    def _list_pairs(self) -> list[tuple[int, int]]:
+        """Return all pairs, those of held-out problems first, in an order that the settings alone decide."""
         spec = self._spec
         equal = [(value, value) for value in range(spec.min_value, spec.max_value + 1)]
         problems = [((a, b), (b, a)) for b, _ in equal for a in range(spec.min_value, b)]
@@ -159,8 +122,7 @@ class Arithmetic(DrawnTask):
             for other in (0, 1):
                 pairs += [problem[(rank + other) % 2] for rank, problem in part]
         # Of an odd number of pairs one has no partner.
-        pairs += equal[-1:] if len(equal) % 2 else []
-        return (make_example(self.name, {"a": a, "b": b}, str(a + b)) for a, b in pairs)
+        return pairs + (equal[-1:] if len(equal) % 2 else [])
 
     def problem_of(self, example: Example) -> str:
         """Return the numbers with the smaller one first: both orders are one problem."""
@@ -214,6 +176,8 @@ _QUESTION = "{question}\n\nWrite your final answer between <answer> and </answer
 _CLOSING = re.compile(r"< ?/ ?answer ?>", re.IGNORECASE)
 _OPENED = re.compile(rf"<answer ?>(.*?)({_CLOSING.pattern}|(?=<answer ?>)|\Z)", re.IGNORECASE | re.DOTALL)
 _BOX = re.compile(r"\$?\\boxed\{([^{}]*)\}\$?")
+_DRAWS = 8
+"""For each example that is asked for: problems may repeat each other."""
 _UNFIT = {
     *("composite", "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication"),
     *("ransom_note", "word_ladder"),
@@ -221,10 +185,14 @@ _UNFIT = {
 """Data sets whose problems differ between processes, and the one that mixes others, as a mixture does."""
 
 
-class ReasoningGymSpec(DrawnSection):
+class ReasoningGymSpec(TaskSection):
     """Any data set of the reasoning-gym package."""
 
     name: Literal["reasoning-gym"]
+    num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
+    num_held_out: int = Field(
+        default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
+    )
     dataset: str = Field(min_length=1, description="Name of the data set, for example 'chain_sum'.")
     config: FreeTable = Field(
         default={},
@@ -239,7 +207,7 @@ class ReasoningGymSpec(DrawnSection):
         return True
 
 
-class ReasoningGym(DrawnTask):
+class ReasoningGym(Task):
     """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
 
     The last `<answer>` of the reply that is closed and not empty is judged; without a tag, the last line.
@@ -247,33 +215,66 @@ class ReasoningGym(DrawnTask):
     """
 
     name = "reasoning-gym"
-    _spec: ReasoningGymSpec
 
     def __init__(self, spec: ReasoningGymSpec) -> None:
         limits = TaskLimits(max_reply_tokens=2048, base_stop_strings=("</answer>",), verify_limit_s=5.0)
-        super().__init__(spec, limits, _QUESTION, "answer-tag-3")
-        self._dataset: Any = None
+        self.limits = fit_limits(limits, spec)
+        self._spec, self.variant = spec, spec.dataset
         self._entries: dict[str, Mapping[str, Any]] = {}
         """What the scorer needs, by example id."""
-        self.variant = spec.dataset
 
     @property
     def version(self) -> str:
         """Hash that covers the release of the package too. Raises: ConfigError if it is not installed."""
         import_extra("reasoning_gym")
         release = package_version("reasoning-gym")
-        return hash_version(self.name, super().version, self._verifier, self.limits, self._spec, release)
+        return hash_version(self.name, _QUESTION, "answer-tag-3", self.limits, self._spec, release)
 
-    def draw(self, number: int) -> Iterator[Example]:
-        """Yield the data set's problems.
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the problems of a split; held-out ones stay the same when `num_train` changes.
 
-        Raises: ConfigError if the package, the data set or one of its settings does not exist.
+        Raises: ConfigError if the package, the data set or one of its settings does not exist, or if there
+            are too few different problems.
         """
+        drawn, num = self._drawn, self._spec.num_held_out
+        return drawn[:num] if split is Split.HELD_OUT else drawn[num:]
+
+    @cached_property
+    def _drawn(self) -> Sequence[Example]:
+        """Different examples, held-out ones first; no other one poses a problem of theirs."""
+        spec = self._spec
+        num_wanted = spec.num_held_out + spec.num_train
+        found: dict[str, Example] = {}
+        held_out: set[str] = set()
+        for index in range(_DRAWS * num_wanted):
+            with redirect_stdout(sys.stderr):  # Some of the generators print.
+                entry = self._dataset[index]
+            answer = None if entry["answer"] is None else str(entry["answer"])
+            fields = {"dataset": spec.dataset, "question": str(entry["question"])}
+            example = make_example(self.name, fields, answer)
+            if len(found) < spec.num_held_out:
+                held_out.add(self.problem_of(example))
+            elif self.problem_of(example) in held_out:
+                continue
+            found.setdefault(example.example_id, example)
+            self._entries.setdefault(example.example_id, entry)
+            if len(found) == num_wanted:
+                return tuple(found.values())
+        raise ConfigError(
+            f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for"
+            f" {num_wanted} different problems",
+            allowed=f"about {len(found)} in all with these settings",
+            next_step="lower task.num_train, or let the task's own settings allow more",
+        )
+
+    @cached_property
+    def _dataset(self) -> Any:
         spec, create = self._spec, import_extra("reasoning_gym").create_dataset
+        size = _DRAWS * (spec.num_held_out + spec.num_train)
         try:
             if spec.dataset in _UNFIT:
                 raise ValueError("its problems are others in each process")
-            self._dataset = create(spec.dataset, seed=0, size=number, **spec.config)
+            return create(spec.dataset, seed=0, size=size, **spec.config)
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"task.dataset={spec.dataset} with task.config={spec.config}"
@@ -281,14 +282,6 @@ class ReasoningGym(DrawnTask):
                 allowed=f"{', '.join(list_datasets())}, each with its own settings but seed and size",
                 next_step="correct the name, or the setting in task.config",
             ) from error
-        for index in range(number):
-            with redirect_stdout(sys.stderr):  # Some of the generators print.
-                entry = self._dataset[index]
-            answer = None if entry["answer"] is None else str(entry["answer"])
-            fields = {"dataset": spec.dataset, "question": str(entry["question"])}
-            example = make_example(self.name, fields, answer)
-            self._entries.setdefault(example.example_id, entry)
-            yield example
 
     def problem_of(self, example: Example) -> str:
         """Return a name shared by questions with the same words, numbers and signs and the same answer.

@@ -248,14 +248,11 @@ def measure_time(seconds: Mapping[str, float], step_s: float, num_scored_tokens:
 
 def _measure_judgements(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Measure the judgements of a model as judge; empty where it judged nothing."""
-    outcomes = [rollout.outcome for rollout in rollouts if "judge_cached" in rollout.outcome.metrics]
+    outcomes = [rollout.outcome for rollout in rollouts if "reply_chars" in rollout.outcome.metrics]
     if not outcomes:
         return {}
     unparsable = [outcome.metrics.get("judge_unparsable", 0.0) for outcome in outcomes]
-    metrics = {
-        "judge_unparsable_frac": fmean(unparsable),
-        "judge_cached_frac": fmean(outcome.metrics["judge_cached"] for outcome in outcomes),
-    }
+    metrics = {"judge_unparsable_frac": fmean(unparsable)}
     scored = [outcome.metrics for outcome in outcomes if "judge_score" in outcome.metrics]
     scores, lengths = ([values[name] for values in scored] for name in ("judge_score", "reply_chars"))
     if len(set(scores)) < 2 or len(set(lengths)) < 2:
