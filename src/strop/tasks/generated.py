@@ -93,7 +93,20 @@ class Arithmetic(Task):
 
     @cached_property
     def _splits(self) -> Mapping[Split, Sequence[Example]]:
-        num, pairs = self._spec.num_held_out, self._list_pairs()
+        """All pairs in an order that the settings alone decide, those of held-out problems first."""
+        spec, num = self._spec, self._spec.num_held_out
+        equal = [(value, value) for value in range(spec.min_value, spec.max_value + 1)]
+        problems = [((a, b), (b, a)) for b, _ in equal for a in range(spec.min_value, b)]
+        # Two pairs of equal numbers form a problem, so that every problem has two pairs.
+        problems += zip(equal[::2], equal[1::2], strict=False)
+        ranked = [(rank, problems[_place_of(rank, len(problems))]) for rank in range(len(problems))]
+        pairs: list[tuple[int, int]] = []
+        for part in (ranked[: math.ceil(num / 2)], ranked[math.ceil(num / 2) :]):
+            # One pair of each problem, then the others; which, the rank decides, not the numbers.
+            for other in (0, 1):
+                pairs += [problem[(rank + other) % 2] for rank, problem in part]
+        # Of an odd number of pairs one has no partner.
+        pairs += equal[-1:] if len(equal) % 2 else []
         if len(pairs) < num:
             raise ConfigError(
                 f"task.num_held_out={num} of {len(pairs)} pairs of numbers",
@@ -101,28 +114,11 @@ class Arithmetic(Task):
                 next_step="lower task.num_held_out, or raise task.max_value",
             )
         mirrored = {(b, a) for a, b in pairs[:num]}
-        train = [pair for pair in pairs[num:] if pair not in mirrored][: self._spec.num_train]
+        train = [pair for pair in pairs[num:] if pair not in mirrored][: spec.num_train]
         return {
             split: [make_example(self.name, {"a": a, "b": b}, str(a + b)) for a, b in chosen]
             for split, chosen in ((Split.TRAIN, train), (Split.HELD_OUT, pairs[:num]))
         }
-
-    def _list_pairs(self) -> list[tuple[int, int]]:
-        """Return all pairs, those of held-out problems first, in an order that the settings alone decide."""
-        spec = self._spec
-        equal = [(value, value) for value in range(spec.min_value, spec.max_value + 1)]
-        problems = [((a, b), (b, a)) for b, _ in equal for a in range(spec.min_value, b)]
-        # Two pairs of equal numbers form a problem, so that every problem has two pairs.
-        problems += zip(equal[::2], equal[1::2], strict=False)
-        ranked = [(rank, problems[_place_of(rank, len(problems))]) for rank in range(len(problems))]
-        num_held_out = math.ceil(spec.num_held_out / 2)
-        pairs: list[tuple[int, int]] = []
-        for part in (ranked[:num_held_out], ranked[num_held_out:]):
-            # One pair of each problem, then the others; which, the rank decides, not the numbers.
-            for other in (0, 1):
-                pairs += [problem[(rank + other) % 2] for rank, problem in part]
-        # Of an odd number of pairs one has no partner.
-        return pairs + (equal[-1:] if len(equal) % 2 else [])
 
     def problem_of(self, example: Example) -> str:
         """Return the numbers with the smaller one first: both orders are one problem."""
@@ -236,8 +232,8 @@ class ReasoningGym(Task):
         Raises: ConfigError if the package, the data set or one of its settings does not exist, or if there
             are too few different problems.
         """
-        drawn, num = self._drawn, self._spec.num_held_out
-        return drawn[:num] if split is Split.HELD_OUT else drawn[num:]
+        num = self._spec.num_held_out
+        return self._drawn[:num] if split is Split.HELD_OUT else self._drawn[num:]
 
     @cached_property
     def _drawn(self) -> Sequence[Example]:
