@@ -61,7 +61,7 @@ TASKS: dict[str, tuple[type[Any], list[Row]]] = {
 
 def audit(name: str, tmp_path: Path) -> AuditReport:
     make, rows = TASKS[name]
-    settings = {"strictness": "standard"} if name in {"math", "math500", "deepscaler"} else {}
+    settings = {"reward": "strict-math"} if name in {"math", "math500", "deepscaler"} else {}
     spec: TaskSpec = make(name=name, source=str(write_rows(tmp_path / "rows.jsonl", rows)), **settings)
     return asyncio.run(run_audit(build_task(spec), AuditSettings()))
 

@@ -22,7 +22,7 @@ MEGABYTE = 1_000_000
 CHANGES: dict[str, dict[str, Any]] = {
     "arithmetic": {},
     "gsm8k": {},
-    "math": {"strictness": "symbolic"},
+    "math": {"reward": ("math",)},
     "mbpp": {},
     "if-multi": {},
     "reasoning-gym": {"dataset": "chain_sum"},

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from strop.rollout import Example, Outcome
@@ -21,9 +21,10 @@ from strop.tasks.mathematics.answers import (
     find_number,
     marked_answer,
     marked_numbers,
+    read_number,
     read_value,
 )
-from strop.tasks.mathematics.equivalence import Strictness, answers_equal, normal_form
+from strop.tasks.mathematics.equivalence import answers_equal, normal_form
 from strop.tasks.overlap import normal_text
 from strop.tasks.rows.row_task import gold_of
 from strop.tasks.task import right_or_wrong
@@ -58,8 +59,10 @@ def _judge_number(example: Example, text: str, question: str, *, is_marked_so: b
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=found.text)
 
 
-def _judge_formula(example: Example, text: str, question: str, *, strictness: Strictness) -> Outcome:
+def _judge_formula(example: Example, text: str, question: str, *, is_strict: bool = False) -> Outcome:
     """Compare final answers; `format_ok`: exactly one box, or without boxes one answer sentence.
+
+    Strictly, the answer stands in the one box and is spelled like the gold answer.
 
     Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about the
         gold answer.
@@ -68,33 +71,28 @@ def _judge_formula(example: Example, text: str, question: str, *, strictness: St
     if answer is None:
         return right_or_wrong(False, format_ok=False)
     is_formed = answer.num_marks == 1
-    may_count = strictness != "strict" or (answer.is_boxed and is_formed)
-    is_correct = may_count and answers_equal(gold, answer.text, strictness)
+    may_count = not is_strict or (answer.is_boxed and is_formed)
+    is_correct = may_count and answers_equal(gold, answer.text, is_strict=is_strict)
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=answer.text)
 
 
 _LETTERS = "ABCD"
-# No part of a word, and not ruled out: 'A is wrong'.
-_END = r"(?!'?[A-Za-z0-9_])(?![^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b)"
 _ALONE = re.compile(r"[\W_]*(?:\\boxed\{(?:\\text\{)?)?([A-D])[\W_]*")
-_MARKED = re.compile(
-    rf"(?:\W*(?:\\?text|(?i:the|option|choice|letter)\b))*[\W_]*(?:[A-D]{_END}|[a-d](?=\W*\Z))"
-)
-_CLAIM = re.compile(
-    r"(?<![A-Za-z0-9_'])[A-D](?=\W{1,3}(?:is|must be) (?:the )?(?:most |best )?"
-    r"(?:correct|right|better|best|true|answer)\b)"
-)
-# At the start of a sentence 'A' may be an article, and 'B cells' are no choice.
+# No part of a word, and not ruled out behind ('A is wrong') or before ('not A').
 _LETTER = re.compile(
-    rf"(?:(?:^|(?<=[.!?] ))[*(]*[A-D]{_END}(?! (?!because|since|as|is|was|must|for|due|best|and|or|but)[a-z])"
-    rf"|(?<![A-Za-z0-9_'.!?])(?<![.!?] )(?!^)[A-D]{_END})"
+    r"(?<![A-Za-z0-9_'])[A-D](?!'?[A-Za-z0-9_])"
+    r"(?![^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b)"
 )
 _RULES_OUT = re.compile(
     r"(?:\b(?:not|nor|never|except|without|cannot)|n't)(?: be)?(?: option| choice)?[^\w.;]+$", re.IGNORECASE
 )
-_SEVERAL = re.compile(
-    rf"[^\w.;]{{0,8}}(?:,|/|&|\bor\b|\band\b)[^\w.;]{{0,8}}[A-D]{_END}(?! (?!(?:are|and|or)\b)[a-z])"
+# At the start of a sentence 'A' may be an article, and 'B cells' are no choice.
+_STARTS = re.compile(r"(?:^|[.!?] )[*(]*$")
+_GOES_ON = re.compile(r" (?!(?:because|since|as|is|was|must|for|due|best|and|or|but)\b)[a-z]")
+_IS_RIGHT = re.compile(
+    r"\W{1,3}(?:is|must be) (?:the )?(?:most |best )?(?:correct|right|better|best|true|answer)\b"
 )
+_AND = re.compile(r"[^\w.;]{0,8}(?:,|/|&|\bor\b|\band\b)[^\w.;]{0,8}(?=[A-D])")
 _MAX_CHOICE_CHARS = 2000
 
 
@@ -121,20 +119,32 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
         if choice and said in (choice, f"{letter.lower()} {choice}"):
             return letter
     marked = marked_answer(text)
-    found = _MARKED.match(marked.text) if marked is not None else None
-    found = found or next(reversed([*_CLAIM.finditer(text)]), None)
-    stated = (
-        m for m in _LETTER.finditer(line) if not _RULES_OUT.search(line[max(0, m.start() - 20) : m.start()])
-    )
-    found = found or next(stated, None)
-    if found is None or _SEVERAL.match(found.string, found.end()):
+    if marked is not None and re.fullmatch("[a-d]", marked.text):
+        return marked.text.upper()
+    claims = [one for one in _letters(text) if _IS_RIGHT.match(text, one.end())]
+    parts = (_letters(marked.text) if marked is not None else (), claims[-1:], _letters(line))
+    found = next((one for part in parts for one in part), None)
+    if found is None:
         return None
-    return found.group()[-1].upper()
+    other = _AND.match(found.string, found.end())
+    return None if other and _LETTER.match(found.string, other.end()) else found[0]
+
+
+def _letters(text: str) -> Iterator[re.Match[str]]:
+    """Return the letters that a text says to be choices."""
+    for letter in _LETTER.finditer(text):
+        before = text[max(0, letter.start() - 20) : letter.start()]
+        is_word = _STARTS.search(before) and _GOES_ON.match(text, letter.end())
+        if not is_word and not _RULES_OUT.search(before):
+            yield letter
 
 
 def _read_number(value: Any) -> str | None:
     text = show_answer(value).strip()
-    return None if read_value(text) is None else text.replace(",", "").lstrip("$")
+    number = read_number(text)
+    if number is None or number.value is None or re.search("[0-9]", text.replace(number.text, "", 1)):
+        return None
+    return number.text.replace(",", "").lstrip("$")
 
 
 def _read_formula(value: Any) -> str | None:
@@ -230,15 +240,12 @@ def _read_text(value: Any) -> str | None:
     return show_answer(value) or None
 
 
-STRICTNESS: Mapping[str, Grader] = {
-    level: Grader(_read_formula, "a number, a formula or a word", partial(_judge_formula, strictness=level))
-    for level in get_args(Strictness)
-}
-"""How formulas are compared, by the values of `task.strictness`."""
+_FORMULA = "a number, a formula or a word"
 GRADERS: Mapping[str, Grader] = {
     "number": Grader(_read_number, "a number", _judge_number),
     "marked-number": Grader(_read_number, "a number", partial(_judge_number, is_marked_so=True)),
-    "math": STRICTNESS["standard"],
+    "math": Grader(_read_formula, _FORMULA, _judge_formula),
+    "strict-math": Grader(_read_formula, _FORMULA, partial(_judge_formula, is_strict=True)),
     "letter": Grader(_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
     "exact": Grader(_read_text, "a text", _compared(_is_spelled)),
     "contains": Grader(_read_text, "a text", _compared(_contains)),

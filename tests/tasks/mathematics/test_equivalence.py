@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
+from fractions import Fraction
 from importlib.util import find_spec
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,49 +15,38 @@ from hypothesis import strategies as st
 from strop.errors import ConfigError
 from strop.tasks.mathematics import equivalence
 from strop.tasks.mathematics.equivalence import (
-    Strictness,
     answers_equal,
     equal_by_symbols,
     normal_form,
-    parse_exact,
     warm_up,
 )
 
-LEVELS: tuple[Strictness, ...] = get_args(Strictness)
-STRICT, STANDARD, SYMBOLIC = LEVELS
 needs_math_verify = pytest.mark.skipif(not find_spec("math_verify"), reason="needs the extra 'tasks'")
 
 
 @pytest.mark.parametrize(
     ("answer", "form"),
     [
-        ("\u22125\u03c0", r"-5\pi"),
+        ("\u22125\u03c0", "-5\u03c0"),
         (r"\left( 1,\, 2 \right)", "(1,2)"),
         (r" \[$5$\]. ", "5"),
         ("5!", "5!"),
         (r"\,", ""),
-        (r"\dfrac{1}{2} \leq x", r"\frac{1}{2}\le x"),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\frac1{72}", r"\frac{1}{72}"),
-        (r"\sqrt3", r"\sqrt{3}"),
         ("3 1/2", r"3\frac{1}{2}"),
+        ("\u00bd x", r"\frac12x"),
         (r"1 \text{ and } 2", "1,2"),
         ("1 or 2", "1,2"),
-        (r"90^\circ", "90"),
         (r"90^{\circ}", "90"),
         ("90 degrees", "90"),
         (r"50\%", "50"),
         (r"\$18.90", "18.90"),
-        (r"5\text{ cm}", "5"),
         (r"5\mathrm{cm}^2", "5"),
-        ("5 apples", "5"),
         ("5 square inches", "5"),
         (r"5\text{ million}", "5million"),
         ("3 halves", "3halves"),
         ("5 x", "5x"),
         (r"\text{Evelyn}", "evelyn"),
         (r"\text{(A)}", "(A)"),
-        ("1,234", "1234"),
         (r"1{,}234", "1234"),
         (r"12\,345", "12345"),
         ("-1 234 567", "-1234567"),
@@ -65,9 +55,6 @@ needs_math_verify = pytest.mark.skipif(not find_spec("math_verify"), reason="nee
         (r"2 \pi r", r"2\pi r"),
         ("3 4", "3 4"),
         ("x^{2}+y_{1}", "x^2+y_1"),
-        ("-1/2", r"-\frac{1}{2}"),
-        ("+5.", "5"),
-        ("x", "x"),
         ("X", "X"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ],
@@ -82,41 +69,25 @@ def test_rew_2_a_normal_form_never_loses_or_gains_a_sign(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gold", "reply", "least"),
+    ("gold", "reply"),
     [
-        ("5", "$5$", STRICT),
-        ("x=5", "5", STRICT),
-        ("5", "x = 5", STRICT),
-        ("f(x)=2x", "2x", STRICT),
-        (r"x \in [1,2]", "[1, 2]", STRICT),
-        ("Even", r"\text{even}", STRICT),
-        ("[1,2)", "[1,2)", STRICT),
-        (r"\frac{1}{2}", "0.5", STANDARD),
-        ("1,2", "2 and 1", STANDARD),
-        (r"\frac{1}{3}", "0.333333", STANDARD),  # 1/3 - 0.333333 = 1/3 * 1e-6
-        *(("18", "18.00", STANDARD), ("5", "--5", STANDARD), ("0.5", "1.5/3", STANDARD)),
-        *((r"-\frac{1}{4}", r"-\frac{0.5}{2}", STANDARD), ("0.5", r"\frac{-1}{-2}", STANDARD)),
-        *(("3.5", r"3\frac{1}{2}", STANDARD), ("-3.5", r"-3\frac{1}{2}", STANDARD)),
-        *(("6000", r"6.0\times10^{3}", STANDARD), ("1024", "2^10", STANDARD), ("0.01", "10^{-2}", STANDARD)),
-        ("(1,0.5)", r"(1,\frac{1}{2})", STANDARD),
-        ("x+1", "1+x", SYMBOLIC),
-        ("x^2-1", "(x-1)(x+1)", SYMBOLIC),
-        *(("x^2y^3", "y^3x^2", SYMBOLIC), (r"\sqrt{16}", "4.0", SYMBOLIC)),
-        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", SYMBOLIC),
-        (r"\frac{3\pi}{2}", r"3\pi/2", SYMBOLIC),
-        (r"1\le x\le 2", "[1,2]", SYMBOLIC),
-        ("[1,2)", r"1\le x<2", SYMBOLIC),
-        ("1,2", r"\{2,1\}", STANDARD),
-        *(("18", "(18)", STANDARD), ("0.5", ".5", STANDARD)),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}", SYMBOLIC),
+        *(("x=5", "5"), ("f(x)=2x", "2x"), (r"x \in [1,2]", "[1, 2]"), ("+5.", "5"), ("5", "--5")),
+        *((r"\frac12", "0.5"), (r"\frac1{72}", r"\frac{1}{72}"), (r"\sqrt3", r"\sqrt{3}"), ("0.5", ".5")),
+        *((r"\frac{1}{3}", "0.333333"), ("0.5", "1.5/3"), (r"-\frac{1}{4}", r"-\frac{0.5}{2}")),
+        *(("18", "18.00"), ("18", "(18)"), ("0.5", r"\frac{-1}{-2}"), ("-3.5", r"-3\frac{1}{2}")),
+        *(("6000", r"6.0\times10^{3}"), ("1024", "2^10"), ("0.01", "10^{-2}"), (r"50\%", r"2^{-1}")),
+        *(("(1,0.5)", r"(1,\frac{1}{2})"), ("1,2", "2 and 1"), ("1,2", r"\{2,1\}"), ("(2,3)", "(x,y)=(2,3)")),
+        *(("x+1", "1+x"), ("x^2-1", "(x-1)(x+1)"), ("x^2y^3", "y^3x^2"), (r"\sqrt{16}", "4.0")),
+        *((r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"\frac{3\pi}{2}", r"3\pi/2")),
+        *((r"1\le x\le 2", "[1,2]"), ("[1,2)", r"1\le x<2"), (r"\dfrac{1}{2} \leq x", r"x\ge\frac{1}{2}")),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}"),
     ],
 )
 @needs_math_verify
-def test_the_least_strictness_that_finds_two_answers_equal(gold: str, reply: str, least: Strictness) -> None:
-    expected = [LEVELS.index(strictness) >= LEVELS.index(least) for strictness in LEVELS]
-    assert [answers_equal(gold, reply, strictness) for strictness in LEVELS] == expected
-    if least == STANDARD:
-        assert answers_equal(reply, gold, STANDARD)
+def test_equal_answers(gold: str, reply: str) -> None:
+    assert answers_equal(gold, reply)
+    assert answers_equal(reply, gold)
+    assert not answers_equal(gold, reply, is_strict=True)
 
 
 @pytest.mark.parametrize(
@@ -154,23 +125,25 @@ def test_the_least_strictness_that_finds_two_answers_equal(gold: str, reply: str
         ("Evelyn", "a"),
         ("Evelyn", ""),
         ("x", "X"),
+        # Letters that may be units.
+        *(("5", "5t"), ("3t", "3s")),
         # Several answers where one is right.
         ("6", "6,-6"),
         ("3", "3, 5"),
     ],
 )
 @needs_math_verify
-def test_rew_4_near_misses_are_wrong_in_every_strictness(gold: str, reply: str) -> None:
-    assert [answers_equal(gold, reply, strictness) for strictness in LEVELS] == [False] * 3
+def test_rew_4_near_misses_are_wrong(gold: str, reply: str) -> None:
+    assert not answers_equal(gold, reply)
+    assert not answers_equal(gold, reply, is_strict=True)
 
 
 TEXTS = st.one_of(st.text(max_size=30), st.text(alphabet="\\frac{}12,.-+$xsqrt^()= ", max_size=30))
 
 
-@given(TEXTS, TEXTS)
-def test_no_text_is_an_error_and_numbers_are_symmetric(gold: str, reply: str) -> None:
-    assert answers_equal(gold, reply, STANDARD) == answers_equal(reply, gold, STANDARD)
-    assert answers_equal(gold, gold, STRICT) is bool(normal_form(gold))
+@given(TEXTS)
+def test_every_text_is_spelled_like_itself(gold: str) -> None:
+    assert answers_equal(gold, gold, is_strict=True) is bool(normal_form(gold))
 
 
 NUMBERS = st.builds(
@@ -185,13 +158,13 @@ NUMBERS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(NUMBERS, NUMBERS)
+@needs_math_verify
 def test_numbers_are_equal_when_their_values_are(first: str, second: str) -> None:
-    values = [parse_exact(normal_form(text)) for text in (first, second)]
-    assert values[0] is not None
-    assert values[1] is not None
+    values = [Fraction(re.sub(r"\\frac{(.)}{(.)}", r"\1/\2", text)) for text in (first, second)]
     # No two of these differ by less than 1/(9 * 100), so the tolerance plays no part.
-    assert answers_equal(first, second, STANDARD) is (values[0].value == values[1].value)
+    assert answers_equal(first, second) is (values[0] == values[1])
 
 
 # Loading the grammar takes seconds, once.
@@ -199,7 +172,7 @@ def test_numbers_are_equal_when_their_values_are(first: str, second: str) -> Non
 @given(TEXTS)
 @needs_math_verify
 def test_symbols_raise_on_no_reply(reply: str) -> None:
-    assert answers_equal(r"x^2+\frac{1}{3}", reply, SYMBOLIC) in (True, False)
+    assert answers_equal(r"x^2+\frac{1}{3}", reply) in (True, False)
 
 
 @settings(deadline=None)
@@ -207,9 +180,9 @@ def test_symbols_raise_on_no_reply(reply: str) -> None:
 @needs_math_verify
 def test_formulas_are_equal_to_themselves_written_otherwise_both_ways(formula: str, number: int) -> None:
     other = f"{formula}+{number}-{number}"
-    assert answers_equal(formula, other, SYMBOLIC)
-    assert answers_equal(other, formula, SYMBOLIC)
-    assert not answers_equal(formula, f"{formula}+{number}", SYMBOLIC)
+    assert answers_equal(formula, other)
+    assert answers_equal(other, formula)
+    assert not answers_equal(formula, f"{formula}+{number}")
 
 
 HOSTILE = {
@@ -232,7 +205,7 @@ HOSTILE = {
 def test_hostile_answers_never_reach_sympy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equivalence, "equal_by_symbols", None)
     started_at = time.process_time()
-    assert not answers_equal("x+1", HOSTILE[name][:2000], SYMBOLIC)
+    assert not answers_equal("x+1", HOSTILE[name][:2000])
     assert time.process_time() - started_at < 1
 
 
@@ -241,7 +214,7 @@ def test_hostile_answers_never_reach_sympy(name: str, monkeypatch: pytest.Monkey
 )
 def test_formulas_of_the_data_reach_sympy(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equivalence, "equal_by_symbols", lambda gold, reply: True)
-    assert answers_equal(form, form + "+0", SYMBOLIC)
+    assert answers_equal(form, form + "+0")
 
 
 @needs_math_verify
@@ -261,11 +234,11 @@ def test_a_gold_answer_that_the_library_chokes_on_is_no_wrong_reply(monkeypatch:
 
     monkeypatch.setattr("math_verify.parse", choke)
     with pytest.raises(RecursionError):
-        answers_equal("x+111", "x+112", SYMBOLIC)
+        answers_equal("x+111", "x+112")
 
 
 def test_without_the_library_symbols_are_refused_and_numbers_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
-    assert answers_equal("1/2", "0.5", SYMBOLIC)
+    assert answers_equal("1/2", "0.5")
     with pytest.raises(ConfigError, match=r"math_verify"):
-        answers_equal("x+113", "113+x", SYMBOLIC)
+        answers_equal("x+113", "113+x")

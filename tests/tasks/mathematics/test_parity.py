@@ -87,7 +87,7 @@ MINERVA_REASONS: dict[str, Callable[[Record, bool], bool]] = {
 
 
 @needs_math_verify
-def test_strictness_symbolic_differs_from_the_metric_math_verify_where_it_means_to() -> None:
+def test_math_differs_from_the_metric_math_verify_where_it_means_to() -> None:
     task = build_task(PresetSpec(name="math", source="unused.jsonl"))
     verdicts = [(record, judge(task, record).is_correct is True) for record in records("minerva_math")]
     found = [(record, ours) for record, ours in verdicts if ours != record["verdicts"]["math_verify"]]
@@ -100,7 +100,7 @@ def test_strictness_symbolic_differs_from_the_metric_math_verify_where_it_means_
 
 
 @needs_math_verify
-def test_strictness_symbolic_differs_from_the_metric_exact_match_where_it_means_to() -> None:
+def test_math_differs_from_the_metric_exact_match_where_it_means_to() -> None:
     task = build_task(PresetSpec(name="math", source="unused.jsonl"))
     # The metric knows one phrase, and takes anything else for no answer.
     phrased = [record for record in records("minerva_math") if record["reply"].startswith("Final Answer:")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -17,7 +17,6 @@ from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_parquet, write_rows
 
 Row = dict[str, Any]
-Strict = Literal["strict", "standard", "symbolic"]
 SUBJECTS = (
     *("algebra", "counting_and_probability", "geometry", "intermediate_algebra"),
     *("number_theory", "prealgebra", "precalculus"),
@@ -73,13 +72,14 @@ def test_math_reads_the_hubs_seven_folders_in_order(tmp_path: Path) -> None:
     assert [example.fields["subject"] for example in task.examples(Split.TRAIN)] == list(SUBJECTS)
 
 
-@pytest.mark.parametrize("strictness", ["strict", "standard", "symbolic"])
+@pytest.mark.parametrize("reward", ["math", "strict-math"])
 @pytest.mark.usefixtures("symbolic")
-def test_math_passes_its_self_test_in_every_strictness(math_folder: Path, strictness: Strict) -> None:
-    task = math(math_folder, strictness=strictness)
+def test_math_passes_its_self_test(math_folder: Path, reward: str) -> None:
+    task = math(math_folder, reward=reward)
     for split in Split:
         assert run_self_test(task, task.examples(split)) == []
-    assert (task.limits.verify_limit_s is not None) is (strictness == "symbolic")
+    # Sympy may hang, and a worker that does is killed.
+    assert (task.limits.verify_limit_s is not None) is (reward == "math")
 
 
 def judge(task: Task, gold: str, text: str) -> Outcome:
@@ -88,29 +88,30 @@ def judge(task: Task, gold: str, text: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("text", "strict", "standard", "symbolic_", "format_ok", "extracted"),
+    ("text", "is_alike", "is_equal", "format_ok", "extracted"),
     [
-        (r"\boxed{\frac12}", True, True, True, True, r"\frac12"),
-        (r"\boxed{3} then \boxed{1/2}", False, True, True, False, "1/2"),
-        ("The answer is $1/2$.", False, True, True, True, "1/2"),
-        (r"\boxed{0.5}", False, True, True, True, "0.5"),
-        (r"\boxed{\sin^2x + \cos^2x - \frac{1}{2}}", False, False, True, True, None),
-        (r"\boxed{-\frac{1}{2}}", False, False, False, True, None),
-        (r"\boxed{\frac{1}{2}}" + "\nProblem: 1+1? \\boxed{2}", True, True, True, True, None),
-        (r"<think>\boxed{2}</think>\boxed{\frac{1}{2}}", True, True, True, True, None),
-        (r"<think>\boxed{\frac{1}{2}}", False, False, False, False, None),
-        (r"so $x = \frac{1}{2}$ it is", False, True, True, False, r"x = \frac{1}{2}"),
-        ("It is half", False, False, False, False, None),
+        (r"\boxed{\dfrac{1}{2}}", True, True, True, r"\dfrac{1}{2}"),
+        (r"\boxed{\frac12}", False, True, True, r"\frac12"),
+        (r"\boxed{3} then \boxed{1/2}", False, True, False, "1/2"),
+        ("The answer is $1/2$.", False, True, True, "1/2"),
+        (r"\boxed{0.5}", False, True, True, "0.5"),
+        (r"\boxed{\sin^2x + \cos^2x - \frac{1}{2}}", False, True, True, None),
+        (r"\boxed{-\frac{1}{2}}", False, False, True, None),
+        (r"\boxed{\frac{1}{2}}" + "\nProblem: 1+1? \\boxed{2}", True, True, True, None),
+        (r"<think>\boxed{2}</think>\boxed{\frac{1}{2}}", True, True, True, None),
+        (r"<think>\boxed{\frac{1}{2}}", False, False, False, None),
+        (r"so $x = \frac{1}{2}$ it is", False, True, False, r"x = \frac{1}{2}"),
+        ("It is half", False, False, False, None),
     ],
 )
 @pytest.mark.usefixtures("symbolic")
-def test_verdicts_of_the_three_strictnesses(
-    text: str, strict: bool, standard: bool, symbolic_: bool, format_ok: bool, extracted: str | None
+def test_verdicts_of_both_rewards(
+    text: str, is_alike: bool, is_equal: bool, format_ok: bool, extracted: str | None
 ) -> None:
-    modes: tuple[Strict, ...] = ("strict", "standard", "symbolic")
-    outcomes = [judge(math("unused.jsonl", strictness=mode), r"\frac{1}{2}", text) for mode in modes]
-    assert [outcome.is_correct for outcome in outcomes] == [strict, standard, symbolic_]
-    assert [outcome.reward for outcome in outcomes] == [float(strict), float(standard), float(symbolic_)]
+    rewards = ("strict-math", "math")
+    outcomes = [judge(math("unused.jsonl", reward=reward), r"\frac{1}{2}", text) for reward in rewards]
+    assert [outcome.is_correct for outcome in outcomes] == [is_alike, is_equal]
+    assert [outcome.reward for outcome in outcomes] == [float(is_alike), float(is_equal)]
     assert {outcome.format_ok for outcome in outcomes} == {format_ok}
     if extracted is not None:
         assert {outcome.extracted for outcome in outcomes} == {extracted}
@@ -126,7 +127,7 @@ def test_math500_is_held_out_only(tmp_path: Path) -> None:
         "unique_id": "a",
     }
     write_rows(tmp_path / "test.jsonl", [row, {**row, "problem": "2+2?", "answer": "4"}])
-    task = build_task(PresetSpec(name="math500", source=str(tmp_path), strictness="standard"))
+    task = build_task(PresetSpec(name="math500", source=str(tmp_path), reward=("strict-math",)))
     assert answers(task, Split.HELD_OUT) == ["2", "4"]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
     with pytest.raises(DataError, match="math500"):
@@ -137,7 +138,7 @@ def test_deepscaler_is_one_json_list_held_out_by_content(tmp_path: Path) -> None
     rows = [{"problem": f"{n} + 1?", "answer": str(n + 1), "solution": ""} for n in range(20)]
     path = tmp_path / "deepscaler.json"
     path.write_text(json.dumps([*rows, {"problem": "?", "answer": "", "solution": None}]))
-    task = build_task(PresetSpec(name="deepscaler", source=str(path), strictness="standard"))
+    task = build_task(PresetSpec(name="deepscaler", source=str(path), reward=("strict-math",)))
     # A tenth of 21 rows, rounded down.
     assert len(task.examples(Split.HELD_OUT)) + len(task.examples(Split.TRAIN)) == 20
     assert len(task.examples(Split.HELD_OUT)) in (1, 2)

@@ -235,6 +235,12 @@ TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
         ("contains", "4", ["It is 4.", "4"], ["42", "14", "four"]),
         ("math", "1/2", ["\\boxed{0.5}", "It is $\\frac{1}{2}$"], ["\\boxed{2}", ""]),
         ("math", 0.5, ["\\boxed{1/2}"], ["\\boxed{5}"]),
+        (
+            "math",
+            r"\frac{1}{2}x^2+x",
+            [r"\boxed{x + \frac{x^2}{2}}", "It is $x(x+2)/2$."],
+            [r"\boxed{x^2/2}"],
+        ),
         ("number", "1,200", ["So 3 boxes cost $1200."], ["1201", ""]),
         ("letter", 1, ["(B)", "The answer is B."], ["A or B", "C"]),
         ("json-schema", SCHEMA, ['{"n": 1}', '```json\n{"n": 1}\n```'], ['{"n": "1"}', "n", "{}"]),
@@ -247,8 +253,8 @@ def test_built_in_rewards(
     rows = [{"question": f"{number}?", "answer": answer} for number in range(4)]
     spec = spec_of(tmp_path, rows, reward=reward)
     assert [one.reward for one in judge(spec, *right, *wrong)] == [1.0] * len(right) + [0.0] * len(wrong)
-    # In this process: their time is bounded by the text.
-    assert build_task(spec).limits.verify_limit_s is None
+    # The others in this process: their time is bounded by the text, and that of sympy is not.
+    assert (build_task(spec).limits.verify_limit_s is None) is (reward != "math")
 
 
 @pytest.mark.parametrize("answer", [TESTS, "\n".join(TESTS)])

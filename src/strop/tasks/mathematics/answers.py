@@ -20,8 +20,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from strop.tasks.mathematics.equivalence import SCALES, normal_form, parse_exact
-
 
 class FoundAnswer(NamedTuple):
     """A final answer, as it was written."""
@@ -129,16 +127,32 @@ def _is_expression(text: str) -> bool:
     )
 
 
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_PARTS = {"¼": "14", "½": "12", "¾": "34", "⅓": "13", "⅔": "23"}
+PLAIN = str.maketrans(
+    {"\u2212": "-", "\u00b0": "", "\u00b7": r"\cdot ", "\u221e": r"\infty "}
+    | {sign: rf"\frac{part}" for sign, part in _PARTS.items()}
+)
+"""Signs in LaTeX that math-verify does not read."""
+_FRAC = r"\\[dtc]?frac[ \t]*(\{[0-9]{1,9}\}|[0-9])[ \t]*(\{0*[1-9][0-9]{0,8}\}|[1-9])"
+_SCALE = rf"(?:[ \t]*(?:\\text\{{[ \t]*)?(?i:{'|'.join(SCALES)})s?\b[ \t]*\}}?)"
 # A fraction or mixed number is one number; so is one with a scale.
 _NUMBER = (
     r"(?:(?<![\w)\]}])[-\u2212])?\\?\$?(?<![A-Za-z0-9])(?<![0-9]\.)(?:"
     r"(?:[0-9]{1,9}[ \t]{1,3})?[0-9]{1,9}/(?=[0-9]*[1-9])[0-9]{1,9}(?![0-9]|[.,/][0-9])"
-    r"|[0-9]{0,9}(?:\\[dtc]?frac[ \t]*\{?[0-9]+\}?[ \t]*\{?[0-9]+\}?|[¼½¾⅓⅔])"
+    rf"|[0-9]{{0,9}}(?:{_FRAC}|[{''.join(_PARTS)}])"
     r"|(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!]|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)?"
     r"(?:(?<=[0-9])\.[0-9]+|(?<![0-9])\.[0-9]+)?(?<=[0-9])(?:[eE][+-]?[0-9]{1,2}(?![0-9]))?)"
-    rf"(?:[ \t]*(?:\\text\{{[ \t]*)?(?i:{'|'.join(SCALES)})s?\b[ \t]*\}}?)?"
+    rf"{_SCALE}?"
 )
-_NUMBERS = re.compile(_NUMBER)
+_SIGN = r"\*\*|[-+*/^\u00d7\u00f7\u00b7\u2013]|\\(?:times|cdot|div)(?![a-zA-Z])|x(?=[ \t]*[0-9$])"
+_JOIN = (
+    rf"[)\]}}%]*(?:[ \t]*(?:{_SIGN})[ \t]*|:(?=[0-9])"
+    r"|(?:,|[ \t]*(?:\\text\{)?[ \t](?:or|and|to)[ \t]*\}?)[ \t]+)[({$\\]*"
+)
+# With what it is joined to: a calculation, a range or a list is no number.
+_NUMBERS = re.compile(rf"{_NUMBER}(?:{_JOIN}{_NUMBER}|[ \t]*[\u00b2\u00b3\u00b9\u2070\u2074-\u2079])*")
+_ONE_NUMBER = re.compile(_NUMBER)
 _MARKED = re.compile(rf"#{{4,}}\s*(\S[^\n]{{,{_MAX_CHARS}}})")
 _RETRACTS = re.compile(
     r"\b(?:wait\b|actually|correction|mistake|oops|sorry|let me (?:re|correct|fix|double)|i was wrong)",
@@ -154,16 +168,6 @@ _ASIDE = re.compile(
 _CLAUSE = re.compile(r"(?<=[0-9a-z*] )\((?!.*\))|, (?:which|where|as)\b(?!.*,)|,? (?:because|since)\b(?!.*,)")
 """What only explains: '18 (9 eggs at 2)', '18, which is 9 eggs at 2'."""
 _LEAD = re.compile(r"(?:[ \t*_`~$(\[\u2248]|\\[(\[]|\\(?:text|mathbf|mathrm|textbf)[ \t]*\{)*")
-_SIGN = r"\*\*|[-+*/^\u00d7\u00f7\u00b7\u2013]|\\(?:times|cdot|div)(?![a-zA-Z])|x(?=[ \t]*[0-9$])"
-_OPERATOR = rf"(?:[ \t]*(?:{_SIGN})[ \t]*|:(?=[0-9]))"
-# A number that goes on so, or stands behind an operator, is a part of a calculation, a range or a list.
-_GOES_ON = re.compile(
-    rf"(?:{_OPERATOR}|(?:,|[ \t]*(?:\\text\{{)?[ \t](?:or|and|to)[ \t]*\}}?)[ \t]+)(?:[({{$\\]|frac)*\.?[0-9]"
-    r"|[ \t]*[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]"
-)
-_IS_OPERAND = re.compile(
-    rf"(?:[0-9)\]}}%]{_OPERATOR}|[0-9][ \t]+or[ \t]+|between[ \t]+[$0-9.,]+[ \t]+and[ \t]+)[({{$\\]*0$"
-)
 
 
 class Number(NamedTuple):
@@ -171,6 +175,11 @@ class Number(NamedTuple):
 
     text: str
     value: Fraction | None
+
+    @classmethod
+    def of(cls, match: re.Match[str]) -> Number:
+        """Return the number of a match of `_NUMBERS`."""
+        return cls(match.group(), read_value(match.group()))
 
 
 def find_number(text: str, question: str = "") -> Number | None:
@@ -197,10 +206,10 @@ def marked_numbers(text: str) -> list[Number]:
 
 def read_number(text: str) -> Number | None:
     """Read a text that begins with a number or says what one equals; None if it does neither."""
-    plain = [_LEAD.sub("", side, 1) for side in text.split("=")]
-    sides = [_read(side, match) if (match := _NUMBERS.match(side)) else None for side in plain]
-    read = [side for side in sides if side is not None and side.value is not None]
-    return read[-1] if read and sides[0] not in read else sides[0]
+    sides = [_NUMBERS.match(_LEAD.sub("", side, 1)) for side in text.split("=")]
+    read = [Number.of(side) if side else None for side in sides]
+    valued = [one for one in read if one is not None and one.value is not None]
+    return valued[-1] if valued and read[0] not in valued else read[0]
 
 
 @lru_cache(maxsize=4096)
@@ -208,9 +217,16 @@ def read_value(text: str) -> Fraction | None:
     """Return the value of a text that is one number and nothing else, or None; '72/3' is a calculation."""
     if text.isdecimal() and len(text) < 20:
         return Fraction(int(text))
-    number = parse_exact(normal_form(text))
-    is_calculation = number is not None and number.value.denominator == 1 and re.search("/|frac", text)
-    return None if number is None or is_calculation else number.value
+    if len(text) > _MAX_CHARS or _ONE_NUMBER.fullmatch(text) is None:
+        return None
+    scale = re.search("|".join(SCALES), text, re.IGNORECASE)
+    digits = re.sub(_FRAC, r" \1/\2", (text[: scale.start()] if scale else text).translate(PLAIN))
+    digits = re.sub(r"\\text|[^0-9./eE+\- ]", "", digits)
+    value = sum(map(Fraction, digits.strip("- ").split()), start=Fraction())
+    if "/" in digits and value.denominator == 1:
+        return None
+    value *= 10 ** SCALES[scale[0].lower()] if scale else 1
+    return -value if digits.startswith("-") else value
 
 
 def last_number(text: str, question: str = "") -> Number | None:
@@ -223,24 +239,17 @@ def last_number(text: str, question: str = "") -> Number | None:
     if bold and "=" not in line[bold[-1].end() : last.start()]:
         return read_number(bold[-1][1])
     head = re.split(r"[.!?][ \t]+", line[: last.start()])[-1][-_MAX_CHARS:]
-    sentence = head + line[last.start() :]
-    stated = [*_NUMBERS.finditer(sentence, 0, len(head))]
+    stated = [*_NUMBERS.finditer(head)]
     if "=" not in head:
-        clause = _CLAUSE.search(sentence, 0, len(head))
+        clause = _CLAUSE.search(head)
         if clause and (said := [one for one in stated if one.end() <= clause.start()]):
-            return _read(sentence, said[-1])
+            return Number.of(said[-1])
         if aside := _ASIDE.search(head):
-            stated = [one for one in stated if not _ASIDE.search(head[: one.start()])]
             given = {read_value(one.group()) for one in _NUMBERS.finditer(question)}
             is_money = "$" in last.group() or line[last.end() :][:8].lstrip().startswith("dollar")
-            begins = [one for one in stated[:1] if not is_money and not _LEAD.sub("", head[: one.start()])]
+            stated = [one for one in stated if not _ASIDE.search(head[: one.start()])]
+            is_first = stated and not is_money and not _LEAD.sub("", head[: stated[0].start()])
             news = [one for one in stated if read_value(one.group()) not in given]
-            if begins or (news and (aside[1] or read_value(last.group()) in given)):
-                return _read(sentence, (begins or news)[-1])
-    is_operand = _IS_OPERAND.search(head[-20:] + "0")
-    return Number(last.group(), None) if is_operand else _read(line, last)
-
-
-def _read(text: str, match: re.Match[str]) -> Number:
-    goes_on = _GOES_ON.match(text, match.end())
-    return Number(match.group(), None if goes_on else read_value(match.group()))
+            if news and (is_first or aside[1] or read_value(last.group()) in given):
+                return Number.of(news[-1])
+    return Number.of(last)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from strop.spec.base import expert
 from strop.tasks.rows.judged_rows import JudgedRows, RewardSection
 from strop.tasks.rows.row_task import PublishedRows, read_preset
 
@@ -15,13 +12,6 @@ class PresetSpec(PublishedRows, RewardSection):
     """Word problems of gsm8k, competition problems, or multiple-choice questions of MMLU."""
 
     name: Literal["gsm8k", "math", "math500", "deepscaler", "aime", "mmlu"]
-    strictness: Literal["strict", "standard", "symbolic"] = Field(
-        default="symbolic",
-        description="When a formula is right. 'strict': it stands in the one box of the reply and is spelled"
-        " like the gold answer, but for spacing, units and the like. 'standard': also if both are the same"
-        " number. 'symbolic': also if sympy finds both formulas equal.",
-        json_schema_extra=expert("published scores differ by how far an answer is read"),
-    )
 
 
 class PresetTask(JudgedRows):

@@ -19,7 +19,7 @@ from strop.spec.judge import JudgeSettings
 from strop.spec.task import CodeTaskSection, JudgedByUser, TrainingRows
 from strop.spec.template import fill, list_names
 from strop.tasks.answers import show_answer
-from strop.tasks.graders import GRADERS, STRICTNESS, Grader
+from strop.tasks.graders import GRADERS, Grader
 from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import equivalence
 from strop.tasks.mathematics.answers import find_boxes
@@ -164,8 +164,8 @@ class JudgedRows(RowTask):
         self._only = rewards[0] if is_plain and isinstance(rewards[0], BuiltIn) else None
         """The reward that decides alone."""
         self._pass_score = (spec.pass_score or spec.max_reward) - FULL_MARKS_SLACK
-        self._is_strict = _strictness(spec) == "strict"
-        self._is_symbolic = _strictness(spec) == "symbolic" and "math" in names
+        self._is_strict = "strict-math" in names
+        self._is_symbolic = "math" in names
         functions = [one for one in rewards if isinstance(one, UserReward)]
         limit_s = sandbox_s + spec.judge_limit_s * bool(functions) + _SYMBOLIC_LIMIT_S * self._is_symbolic
         super().__init__(
@@ -191,8 +191,7 @@ class JudgedRows(RowTask):
             return UserReward(name)
         if name == JUDGE:
             return JudgeModel(spec)
-        grader = STRICTNESS[_strictness(spec)] if name == "math" else GRADERS[name]
-        return BuiltIn(name, grader, self.question)
+        return BuiltIn(name, GRADERS[name], self.question)
 
     @override
     def warm_up(self) -> None:
@@ -221,7 +220,7 @@ class JudgedRows(RowTask):
 
     @override
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the right answer in the forms of the data; of strictness 'strict', the first alone."""
+        """Return the right answer in the forms of the data; for 'strict-math', the first alone."""
         fields = {**self.prompt_fields(example), "answer": example.answer}
         return tuple(
             fill(template, fields)
@@ -357,10 +356,6 @@ def _add(outcome: Outcome, found: Outcome, weight: float) -> Outcome:
         metrics={**outcome.metrics, **found.metrics},
         failure=found.failure,
     )
-
-
-def _strictness(spec: RewardSection) -> str:
-    return getattr(spec, "strictness", "standard")
 
 
 def _is_prompt(asked: Any) -> bool:

@@ -27,7 +27,8 @@ from strop.tasks.rows.layout import DataSet
 from strop.tasks.user.rewards import Reward
 
 _MAX_REPLY_TOKENS = 1024
-_USUAL_GOLD = {"math": ("\\boxed{{{answer}}}",), "json-schema": (), SANDBOXED: ()}
+_BOXED = ("\\boxed{{{answer}}}",)
+_USUAL_GOLD = {"math": _BOXED, "strict-math": _BOXED, "json-schema": (), SANDBOXED: ()}
 """How a reply looks that says the answer to a reward, if not the answer alone."""
 
 
