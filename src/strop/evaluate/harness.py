@@ -268,6 +268,9 @@ def run_harness(job: HarnessJob, out_dir: Path) -> HarnessResult:
         cwd = None if job.settings.include is None else locate_named(job.settings.include)
         command = [str(LM_EVAL.python), str(Path(__file__).with_name("lm_eval_models.py")), "run", *words]
         variables = _list_variables(served) | {"STROP_HARNESS_ENDS": str(ends_path)}
+        if cwd is not None:
+            # `datasets` knows a data set in a folder by its name, and would give rows that it read before.
+            variables["HF_DATASETS_CACHE"] = str(replies / "rows")
         child = spawn(command, out_dir / f"{name}.log", variables, cwd=cwd)
         _wait(child, job.task)
         result, samples = read_output(Path(output), job, digest, ends_path)
@@ -397,15 +400,12 @@ def _list_variables(job: HarnessJob) -> dict[str, str]:
         variables["OMP_NUM_THREADS"] = str(job.threads)
     # lm-eval sends this variable to any server; the user's value is for another one.
     variables.pop("OPENAI_API_KEY", None)
-    if job.engine == "vllm":
-        variables["OPENAI_API_KEY"] = job.served_name
-    elif KEY_VARIABLE in variables:
-        variables["OPENAI_API_KEY"] = variables[KEY_VARIABLE]
+    key = job.served_name if job.engine == "vllm" else variables.get(KEY_VARIABLE)
+    if key is not None:
+        variables["OPENAI_API_KEY"] = key
     if is_offline():
         variables |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
-    if job.may_run_code:
-        variables["HF_ALLOW_CODE_EVAL"] = "1"
-    return variables
+    return variables | ({"HF_ALLOW_CODE_EVAL": "1"} if job.may_run_code else {})
 
 
 def _wait(child: ChildProcess, task: str) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 here = Path(__file__).parent
 words = sys.argv[2:]
 told = {"words": words, "offline": os.environ.get("HF_HUB_OFFLINE"), "cwd": os.getcwd()}
+told["rows"] = os.environ.get("HF_DATASETS_CACHE")
 (here / "told.json").write_text(json.dumps(told))
 made = json.loads((here / "made.json").read_text())
 out = Path(words[words.index("--output_path") + 1]) / "model"
@@ -135,8 +136,9 @@ def test_every_setting_is_handed_over(harness: Harness) -> None:
         ("--include_path", str(harness.folder)),
     ):
         assert harness.value_of(flag) == value
-    # Data sets below it go before the hub's.
+    # Data sets below it go before the hub's, with the rows that they have now.
     assert harness.told["cwd"] == str(harness.folder)
+    assert Path(harness.told["rows"]).is_relative_to(harness.out)
     given = json.loads(harness.value_of("--model_args"))
     assert given == {
         "pretrained": str(harness.model),
