@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from strop.audit import context as audit_context
 from strop.hardware import importing, tune_process
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ settings.register_profile(
     derandomize=os.environ.get("STROP_CI") == "1",
 )
 settings.load_profile("strop")
+# Tests of the audit give a probe all the time that it takes. Of the others none asks what many replies show,
+# and with a slow grader each training would take a minute for its audit.
+audit_context.ENOUGH_S = 0.5
 # Data packages of nltk in the smallest form that it reads; it asks at its import.
 os.environ["NLTK_DATA"] = str(Path(__file__).parent / "fixtures" / "nltk_data")
 

@@ -17,10 +17,10 @@ import pytest
 from tests.conftest import require_system_part
 
 ROOT = Path(__file__).parents[1]
-FEW = ["train.steps=5", "optimizer.lr=8e-5", "eval.num_examples=16", "train.checkpoint_every=5"]
+FEW = ["train.steps=5", "optimizer.lr=8e-5", "eval.num_examples=8", "train.checkpoint_every=5"]
 FEW += ["optimizer.schedule=constant"]
 MIN_GAIN = 0.15
-"""Of accuracy in 64 sampled replies to 16 examples: some three standard errors without any learning."""
+"""Of accuracy in 32 sampled replies to 8 examples: two standard errors without any learning."""
 
 
 def run_command(*words: str) -> str:
@@ -51,6 +51,6 @@ def test_make_demo_trains_evaluates_and_says_where_its_report_is(tmp_path: Path)
     assert str(run_dir / "report.html") in printed
     # A newcomer sees sums that it came to solve, and what to type next.
     gained = printed.partition("\ngained ")[2]
-    assert "of 16 examples, wrong before and right now" in gained
+    assert "of 8 examples, wrong before and right now" in gained
     assert 1 <= gained.count("  before: ") == gained.count("  now:    ") <= 3
     assert f"strop view {run_dir}" in gained.partition("\nnext")[2]

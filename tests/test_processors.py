@@ -83,8 +83,7 @@ def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Compare the steps: the same tokens, rewards and gradients up to rounding."""
     assert found["dtype"] == "float32"
     assert "no instructions for bfloat16" in found["dtype_reason"]
-    assert len(found["steps"]) == 2
-    for mine, theirs in zip(found["steps"], expected["steps"], strict=True):
+    for mine, theirs in zip(found["steps"], expected["steps"], strict=False):
         assert mine == pytest.approx(theirs, rel=2e-3)
 
 
@@ -95,6 +94,7 @@ def test_a_run_is_the_same_without_avx_and_without_a_compiler(
     limits = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "CC": "no-such-compiler"}
     found = run_whole(tmp_path, variables=limits)
     require_same(found, on_this_one)
+    assert len(found["steps"]) == len(on_this_one["steps"]) == 2
     assert found["num_attempts"] == on_this_one["num_attempts"] == 2
     assert found["result_dtype"] == "float32"
     assert found["evaluated"] == pytest.approx(on_this_one["evaluated"])
@@ -122,8 +122,8 @@ def test_bfloat16_on_a_processor_without_it_is_announced_and_works(tmp_path: Pat
 def test_a_run_is_the_same_on_an_emulated_processor(tmp_path: Path, on_this_one: dict[str, Any]) -> None:
     """Nehalem has neither AVX nor AVX2.
 
-    One attempt, with kernels: that a run goes on, and is evaluated, in the format of such a processor is
-    tried above.
+    One attempt of one step, with kernels: that a run goes on, and is evaluated, in the format of such a
+    processor is tried above.
     QEMU takes nine times as long for MKL's products with fused additions: MKL and oneDNN leave them out,
     which the run on this machine has. PyTorch's own code has them here.
     """
@@ -132,10 +132,11 @@ def test_a_run_is_the_same_on_an_emulated_processor(tmp_path: Path, on_this_one:
     found = run_whole(
         tmp_path,
         emulator=(X86, "-cpu", "Nehalem"),
-        words=("--once", "placement.threads=1"),
+        words=("--once", "placement.threads=1", "train.steps=1"),
         variables={"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     )
     assert found["capability"] == "DEFAULT"
+    assert len(found["steps"]) == 1
     require_same(found, on_this_one)
 
 

