@@ -30,7 +30,7 @@ import socket
 import sys
 import time
 import types
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, partialmethod
@@ -102,6 +102,9 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
         return value
     if isinstance(value, type):
         return ["type", value.__name__] if value in _TYPES else refer(value)
+    if isinstance(value, tuple) and (names := getattr(type(value), "_fields", None)):
+        parts = type(value).__name__, list(names), *tuple.__iter__(value)
+        return ["named", *(encode(part, refer) for part in parts)]
     kinds: tuple[Any, ...] = type(value).__mro__
     for kind in kinds:
         # The methods of the plain type are called, because a subclass may override them.
@@ -136,6 +139,7 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__pos__, float: float.__pos
 _FORMS: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     "list": (list.__iter__, lambda *items: list(items)),
     "tuple": (tuple.__iter__, lambda *items: items),
+    "named": (tuple.__iter__, lambda name, names, *items: namedtuple(name, names)(*items)),
     "dict": (dict.items, lambda *pairs: dict(pairs)),
     "bytes": (lambda value: [bytes.hex(value)], bytes.fromhex),
     "complex": (lambda value: (value.real, value.imag), complex),

@@ -246,9 +246,7 @@ class JudgedRows(RowTask):
         example = make_example(self.name, fields, gold)
         asked = self.ask(example)
         if not _is_prompt(asked):
-            allowed = (
-                f"a text, or messages with role ({', '.join(_ROLES)}) and content, the last one the user's"
-            )
+            allowed = f"a text, or messages with role ({', '.join(_ROLES)}) and content, the last the user's"
             raise bad_row(f"{row.place} asks {asked!r:.80}", allowed)
         for model, _ in self._models:
             model.require_values(self._values_of(example), row.place)

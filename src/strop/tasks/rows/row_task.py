@@ -28,8 +28,6 @@ from strop.tasks.version import fit_limits, hash_version
 
 _HELD_OUT_SHARE = 10
 """One question in this many of data without splits is held out, if no number is set."""
-
-
 _PRESETS = Path(__file__).parents[1] / "presets"
 
 

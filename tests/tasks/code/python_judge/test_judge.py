@@ -68,6 +68,10 @@ HONEST = {
         "from dataclasses import dataclass\n@dataclass\nclass P:\n  a: int\ndef f(x): return P(x)",
         "assert f(3).a == 3",
     ),
+    "named tuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(n): return P(n, 2)",
+        "assert f(1).x == 1 and f(1) == (1, 2)",
+    ),
     "standard library": (
         "import datetime, decimal\ndef f(x): return datetime.date(x, 2, 3), decimal.Decimal('1.5')",
         "import datetime, decimal\nassert f(2024) == (datetime.date(2024, 2, 3), decimal.Decimal('1.50'))",
