@@ -204,8 +204,7 @@ def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
     assert meanwhile is not None
     # Learner, engine and rollout worker hold a GPU each of those that Ray knows.
     assert (meanwhile["free"].get("GPU", 0.0), meanwhile["actors"], meanwhile["groups"]) == (0.0, 3, 1)
-    free = {"CPU": 4.0, "GPU": 3.0}
-    assert _ask(address) == {"free": free, "nodes": 1, "actors": 0, "groups": 0}
+    assert _ask(address) == {"free": {"CPU": 4.0, "GPU": 3.0}, "nodes": 1, "actors": 0, "groups": 0}
     shown = [path.read_text() for path in sorted((tmp_path / "roles").rglob("*.log"))]
     assert sum("on node 0" in text for text in shown) == 3
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused, ConfigError
+from strop.evaluate import result_name, write_result
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
 from strop.record.run_dir import find_resumable
@@ -36,7 +37,7 @@ from strop.view.tracking import (
 )
 from tests.fixtures.jobs import wait_for
 from tests.fixtures.tiny_run import Notes
-from tests.view.synthetic_run import make_rollouts
+from tests.view.synthetic_run import make_result, make_rollouts
 
 KEY = "planted-key-" + "0" * 28
 Calls = list[tuple[str, tuple[Any, ...]]]
@@ -146,10 +147,15 @@ def test_a_resumed_run_is_sent_once_and_what_is_lacking_too(
     first = Tracked(tmp_path)
     for step in (1, 2, 3, 4):
         first.step(step)
+    for step in (0, 3):
+        result = make_result(step, num_solved=5)
+        write_result(result, first.run.path / "eval" / result_name(result))
+        first.observer.on_eval(summary(step))
     first.end()
     # It goes on after step 3; the tracker had heard of two steps before it was killed.
     path = sent_path(first.run.path, "tensorboard")
-    path.write_text(path.read_text().replace('"step": 4', '"step": 2'))
+    told = path.read_text().replace('"step": 4', '"step": 2').replace('"eval_step": 3', '"eval_step": 0')
+    path.write_text(told)
     calls = make_package(monkeypatch)
     again = Tracked(tmp_path, first_step=3)
     for step in (4, 5):
@@ -157,6 +163,7 @@ def test_a_resumed_run_is_sent_once_and_what_is_lacking_too(
     again.end()
     assert calls[0] == ("open", (4,))
     assert scalars(calls) == [3, 4, 5]
+    assert scalars(calls, "eval/accuracy") == [3]
 
 
 def test_a_tracker_that_hangs_costs_the_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,23 +21,17 @@ from strop.io.atomic import write_bytes_atomically
 from strop.io.redaction import is_secret, redact
 from strop.record import Event, EventKind, RunDir
 from strop.record.fence import GRACE_VARIABLE
-from strop.record.files import DirectoryRecord, LineFollower
+from strop.record.files import DirectoryRecord
 from strop.rollout import Rollout
 from strop.spec import TrackersSpec
 from strop.store.policy import is_offline
 from strop.train.observer import EvalSummary, Observer
+from strop.view import trackers
+from strop.view.live import LiveRun
 from strop.view.run_record import choose_at_step
 from strop.view.terminal import ALARM_KINDS
-from strop.view.trackers import (
-    EVENTS,
-    KINDS,
-    ROLLOUTS,
-    Row,
-    TrackedRun,
-    Tracker,
-    name_metric,
-    require_trackers,
-)
+from strop.view.trackers import Row, TrackedRun, Tracker
+from strop.view.watching import summarize
 
 FOLDER = "trackers"
 """Folder of the run directory with each tracker's progress and files."""
@@ -87,15 +81,19 @@ class Sender(threading.Thread):
         """Start the tracker, send what it lacks and what comes, and finish."""
         try:
             tracker = self._start()
-            lines = LineFollower(DirectoryRecord(self._run_dir.path), "metrics.jsonl").read_records()[1]
-            for line in lines:
+            earlier = LiveRun(key="", record=DirectoryRecord(self._run_dir.path))
+            earlier.read_metrics()
+            for line in earlier.metrics:
                 if line["step"] <= self._first_step:
                     self._send_step(tracker, line)
+            for result in earlier.read_results():
+                if result.step <= self._first_step and result.greedy.accuracy is not None:
+                    self._send_eval(tracker, summarize(result, result.greedy.accuracy))
             while not isinstance(news := self.news.get(), str):
                 if isinstance(news, EvalSummary):
                     self._send_eval(tracker, news)
                 elif isinstance(news, Event):
-                    tracker.table(EVENTS, news.step, [describe_event(news)])
+                    tracker.table(trackers.EVENTS, news.step, [describe_event(news)])
                 else:
                     self._send_step(tracker, news)
             tracker.finish(cause=news)
@@ -110,7 +108,7 @@ class Sender(threading.Thread):
         facts = self._run_dir.state.facts
         shown = {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
         settings = tomllib.loads(self._run_dir.spec_path.read_text(encoding="utf-8"))
-        adapter, _ = KINDS[self.tracker_name]
+        adapter, _ = trackers.KINDS[self.tracker_name]
         if not adapter.keeps_later:
             self.sent = replace(
                 self.sent,
@@ -136,12 +134,14 @@ class Sender(threading.Thread):
         step = int(metrics["step"])
         if step <= self.sent.step:
             return
-        tracker.log(step, {name_metric(name): float(v) for name, v in metrics.items() if name != "step"})
+        tracker.log(
+            step, {trackers.name_metric(name): float(v) for name, v in metrics.items() if name != "step"}
+        )
         every = self._spec.rollouts_every
         if every and (step == 1 or step % every == 0):
             chosen = choose_at_step(DirectoryRecord(self._run_dir.path), step)
             if chosen is not None:
-                tracker.table(ROLLOUTS, step, list(map(describe_rollout, chosen.rollouts)))
+                tracker.table(trackers.ROLLOUTS, step, list(map(describe_rollout, chosen.rollouts)))
         self._save(replace(self.sent, step=step))
 
     def _send_eval(self, tracker: Tracker, summary: EvalSummary) -> None:
@@ -188,7 +188,7 @@ class TrackingObserver:
 
     def __init__(self, spec: TrackersSpec, observer: Observer) -> None:
         """Raises: CheckRefused if a tracker cannot start here."""
-        require_trackers(spec)
+        trackers.require_trackers(spec)
         self._spec, self._observer = spec, observer
         self._run_dir: RunDir | None = None
         self._senders: list[Sender] = []

@@ -14,29 +14,22 @@ from typing import Any
 import pytest
 
 from strop.cli import main
-from strop.evaluate.harness import HarnessResult
 from strop.record.rollouts import read_rollouts
 from strop.rollout import FinishReason, Rollout
 from tests.evaluate.harness.asking import ask, samples_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("harness_python")]
 PAIRS = ((3, 4), (10, 6), (7, 7))
-"""Of apples."""
-GSM8K = ("openai/gsm8k", ("main",), ("train", "test"))
 
 
-def write_repository(folder: Path, of: tuple[str, Sequence[str], Sequence[str]], rows: Any) -> None:
-    """Write a data set as the hub has it; `rows`: by configuration and split."""
-    name, configurations, splits = of
-    text = "configs:\n"
-    for one in configurations:
-        text += f"- config_name: {one}\n  data_files:\n"
-        for split in splits:
-            text += f"  - split: {split}\n    path: {one}/{split}.jsonl\n"
-            path = folder / name / one / f"{split}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows[one][split]))
-    (folder / name / "README.md").write_text(f"---\n{text}---\n")
+def write_repository(folder: Path, rows: Mapping[str, Sequence[Any]]) -> None:
+    """Write gsm8k as the hub has it; `rows`: by split."""
+    (folder / "main").mkdir(parents=True)
+    text = "configs:\n- config_name: main\n  data_files:\n"
+    for split, of_split in rows.items():
+        text += f"  - split: {split}\n    path: main/{split}.jsonl\n"
+        (folder / f"main/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_split))
+    (folder / "README.md").write_text(f"---\n{text}---\n")
 
 
 def write_own(folder: Path, rows: Mapping[str, Sequence[Any]]) -> Path:
@@ -56,11 +49,6 @@ def ask_own(model: Path, out: Path, *words: str) -> list[Rollout]:
     return read_rollouts(kept)
 
 
-def ask_harness(model: Path, folder: Path, task: str, *words: str) -> HarnessResult:
-    include = (f"harness.include={folder}", "harness.engine=hf", "model.dtype=float32")
-    return ask(model, folder / "out", task, *include, *words)
-
-
 def test_sums_in_words(tmp_path: Path, smollm2_dir: Path) -> None:
     asked = "Tom has {} apples and buys {} more. How many apples does he have now?"
     rows = {
@@ -69,11 +57,12 @@ def test_sums_in_words(tmp_path: Path, smollm2_dir: Path) -> None:
         ],
         "train": [{"question": "And?", "answer": "#### 1"}],
     }
-    write_repository(tmp_path, GSM8K, {"main": rows})
+    write_repository(tmp_path / "openai/gsm8k", rows)
     source = f"source={write_own(tmp_path / 'own', rows)}"
     # Without shown examples.
+    words = (f"harness.include={tmp_path}", "harness.engine=hf", "model.dtype=float32")
     limits = ("harness.num_few_shot=0", "harness.max_reply_tokens=32")
-    result = ask_harness(smollm2_dir, tmp_path, "gsm8k", *limits)
+    result = ask(smollm2_dir, tmp_path / "out", "gsm8k", *words, *limits)
     own = ("--task", "gsm8k", source, "max_reply_tokens=32")
     ours = {str(one.example.fields["question"]): one for one in ask_own(smollm2_dir, tmp_path / "out", *own)}
     samples = [one for one in samples_of(tmp_path / "out", "gsm8k") if one["filter"] == "strict-match"]

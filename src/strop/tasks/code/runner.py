@@ -103,8 +103,8 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
     if isinstance(value, type):
         return ["type", value.__name__] if value in _TYPES else refer(value)
     if isinstance(value, tuple) and (names := getattr(type(value), "_fields", None)):
-        parts = type(value).__name__, list(names), *tuple.__iter__(value)
-        return ["named", *(encode(part, refer) for part in parts)]
+        named = type(value).__name__, list(names), *tuple.__iter__(value)
+        return ["named", *(encode(part, refer) for part in named)]
     kinds: tuple[Any, ...] = type(value).__mro__
     for kind in kinds:
         # The methods of the plain type are called, because a subclass may override them.
