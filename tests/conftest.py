@@ -48,8 +48,7 @@ settings.register_profile(
     derandomize=os.environ.get("STROP_CI") == "1",
 )
 settings.load_profile("strop")
-# Tests of the audit give a probe all the time that it takes. Of the others none asks what many replies show,
-# and with a slow grader each training would take a minute for its audit.
+# Tests of the audit give a probe all its time. Elsewhere few replies of a slow grader are enough.
 audit_context.ENOUGH_S = 0.5
 # Data packages of nltk in the smallest form that it reads; it asks at its import.
 os.environ["NLTK_DATA"] = str(Path(__file__).parent / "fixtures" / "nltk_data")
@@ -73,7 +72,7 @@ def unit_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
     if path.startswith("tests/launch/slurm/") or path == "tests/faults/test_slurm_jobs.py":
         return "slurm"
-    return "ray" if path.startswith("tests/cluster/") else path
+    return "ray" if path.startswith("tests/cluster/") or path.endswith("/test_emulator_ray.py") else path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -220,6 +219,7 @@ def paid_letters() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("strop.tasks.generated.Arithmetic.verify", pay_for_letters)
+        patch.setenv("PAID_LETTERS", "for commands in processes of their own")
         yield
 
 

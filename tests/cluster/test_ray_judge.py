@@ -67,8 +67,8 @@ async def attempt(run_path: Path) -> list[Group]:
     model_dir = tiny_model(run_path / "model")
     spec = tiny_spec(placement={"kind": "ray", "rollout_workers": 2}, job={"nodes": 2})
     section = judge_spec(run_path / "judged", "role", judge_model=JUDGE, judge_revision=DIGEST)
-    # A question and 512 tokens of an answer.
-    judge_dir = tiny_model(run_path / "judge", max_position_embeddings=1280)
+    # A question of 835 tokens, and 512 of an answer.
+    judge_dir = tiny_model(run_path / "judge", max_position_embeddings=1536)
     policy = ModelHandle(path=model_dir, digest="unused")
     judges = JudgeRoles(
         spec.model_copy(update={"task": section}),

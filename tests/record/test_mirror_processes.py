@@ -23,7 +23,7 @@ from tests.fixtures.mirrored import PlayedRun
 from tests.fixtures.object_store import Exchange, SpoilingProxy, make_objects
 from tests.record.test_mirror_restore import require_sound
 
-NUM_KILLS = 6
+NUM_KILLS = 12
 LIMIT_S = 240.0
 """The first one waits until the server that it is forked from has imported what all need."""
 
@@ -102,7 +102,7 @@ def test_kills_at_random_points_leave_states_to_go_on_from(
 ) -> None:
     """A kill -9 at a random request, which arrives or does not, while training goes on and prunes.
 
-    Six: that each single request may be the last one is what the tests of restoring show.
+    A dozen: that each single request may be the last one is what the tests of restoring show.
     """
     stream = random.Random(7)
     uri = mirror_uri(s3_root, played.run.path.name)

@@ -48,7 +48,7 @@ from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose, with_system
 from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
 from strop.tasks.tool_calls import Spoken, list_schemas, read_reply
-from strop.tasks.user.own_task import OPENING_SEED, OwnTask, opening_of, to_messages
+from strop.tasks.user.own_task import OPENING_SEED, OwnTask, opening_of, require_whole, to_messages
 from strop.tasks.user.rewards import as_outcome
 from strop.tasks.version import fit_limits, hash_version
 
@@ -260,9 +260,9 @@ class PlayedWorld(Environment):
 
     @override
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
+        require_whole(self._task.name, example)
         self._own = self._make_own()
-        # A server starts with its first call.
-        limit_s = self._section.tool_limit_s
+        limit_s = self._section.tool_limit_s  # A server starts with its first call.
         self._servers = {name: McpServer(name, limit_s) for name in set(self._section.mcp_servers)}
         return self._task.pose(to_messages(await finished(self._own.reset(example, seed))), example)
 

@@ -59,7 +59,6 @@ def test_sums_in_words(tmp_path: Path, smollm2_dir: Path) -> None:
     }
     write_repository(tmp_path / "openai/gsm8k", rows)
     source = f"source={write_own(tmp_path / 'own', rows)}"
-    # Without shown examples.
     words = (f"harness.include={tmp_path}", "harness.engine=hf", "model.dtype=float32")
     limits = ("harness.num_few_shot=0", "harness.max_reply_tokens=32")
     result = ask(smollm2_dir, tmp_path / "out", "gsm8k", *words, *limits)

@@ -20,9 +20,6 @@ from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.tasks.judging.pool import Handler, WorkerPool
 from strop.tasks.task import Task
 
-_RIVAL = "I do not know."
-_MIN_WORKERS = 8  # So many endless calls at once let others pass.
-
 
 class Judge:
     """Judges replies for one task."""
@@ -37,7 +34,7 @@ class Judge:
         if make_task is not None and limit_s is not None:
             self.pool = WorkerPool(
                 partial(_make_handler, make_task),
-                num_workers=max(describe_machine().num_logical_cpus, _MIN_WORKERS),
+                num_workers=max(describe_machine().num_logical_cpus, 8),  # Endless calls let others pass.
                 limit_s=limit_s,
             )
 
@@ -96,7 +93,7 @@ async def judge_as_attempted(judge: Judge, example: Example, text: str) -> Outco
     Every reply is the best of a group of one. If no right reply is known, the rival says nothing.
     """
     task = judge.task
-    outcome, rivals = await judge.judge(example, text), task.gold_replies(example) or (_RIVAL,)
+    outcome, rivals = await judge.judge(example, text), task.gold_replies(example) or ("I do not know.",)
     is_best = outcome.reward is not None and outcome.reward >= task.limits_of(example).max_reward
     if not is_best or text in rivals or not task.compares(example):
         return outcome

@@ -22,7 +22,6 @@ import io
 import itertools
 import json
 import re
-import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -95,11 +94,6 @@ class DataSet(BaseModel):
     ending: str = ""
     """What stands behind a right reply in plain text."""
     max_reply_tokens: int = Field(ge=1)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Return what a TOML file says."""
-        return cls.model_validate(tomllib.loads(path.read_text("utf-8")))
 
     @property
     def splits(self) -> Mapping[Split, tuple[Sequence[str], Sequence[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ _PRESETS = Path(__file__).parents[1] / "presets"
 @cache
 def read_preset(name: str) -> DataSet:
     """Return what the file of a published data set says."""
-    return DataSet.read(_PRESETS / f"{name}.toml")
+    return DataSet.model_validate(tomllib.loads((_PRESETS / f"{name}.toml").read_text("utf-8")))
 
 
 class PublishedRows(TrainingRows):

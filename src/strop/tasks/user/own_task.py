@@ -37,6 +37,13 @@ _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "own-2"
 
 
+def require_whole(name: str, example: Example) -> None:
+    """Raises: DataError for an example that lost a part: most classes would judge every reply to it wrong."""
+    whole = make_example(name, example.fields, example.answer)
+    if not example.fields or whole.example_id != example.example_id:
+        raise DataError(f"example {example.example_id} of task {name} lacks a part of what it was made with")
+
+
 class OwnTask(Task):
     """The user's class: its prompts, and its verdicts.
 
@@ -101,6 +108,7 @@ class OwnTask(Task):
 
     @override
     async def verify(self, example: Example, text: str) -> Outcome:
+        require_whole(self.name, example)
         return self.to_outcome(await call_foreign(self._own.verify, example, text))
 
     def to_outcome(self, found: Any) -> Outcome:
@@ -201,10 +209,9 @@ def _open(make: Callable[[], Any], example: Example) -> Any:
     return first
 
 
-def opening_of(world: Any) -> Callable[[Example, int], Any]:
+def opening_of(world: Any) -> Any:
     """Return the method that opens an attempt: `opening`, which has no other effect, else `reset`."""
-    method: Callable[[Example, int], Any] = getattr(world, "opening", world.reset)
-    return method
+    return getattr(world, "opening", world.reset)
 
 
 def _read_example(value: Any, name: str) -> Example:
