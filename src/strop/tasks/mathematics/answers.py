@@ -192,12 +192,12 @@ def find_number(text: str, question: str = "") -> Number | None:
     return (found and read_number(found.text[:_MAX_CHARS])) or last_number(text, question)
 
 
+@lru_cache(maxsize=4)  # A judge asks twice.
 def marked_numbers(text: str) -> list[Number]:
-    """Return the numbers behind '####'; headings are none."""
+    """Return the numbers behind '####'; headings, such as '#### 1. Find the eggs', are none."""
     lines = [
         line
         for index, line in enumerate(_MARKED.findall(text), 1)
-        # '#### 1. Find the eggs' is the first heading.
         if not re.match(r"[.):]\s+[A-Za-z]", line.removeprefix(str(index)))
     ]
     answers = [found.text if (found := marked_answer(line)) else line for line in lines]
