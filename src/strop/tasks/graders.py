@@ -121,9 +121,9 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
     marked = marked_answer(text)
     if marked is not None and re.fullmatch("[a-d]", marked.text):
         return marked.text.upper()
-    claims = [one for one in _letters(text) if _IS_RIGHT.match(text, one.end())]
-    parts = (_letters(marked.text) if marked is not None else (), claims[-1:], _letters(line))
-    found = next((one for part in parts for one in part), None)
+    found = next(_letters(marked.text), None) if marked is not None else None
+    claims = (one for one in _letters(text) if _IS_RIGHT.match(text, one.end()))
+    found = found or next(reversed([*claims]), None) or next(_letters(line), None)
     if found is None:
         return None
     other = _AND.match(found.string, found.end())

@@ -100,19 +100,20 @@ class JudgeModel(Reward):
         judged = [(text_after_thinking(text) or "").strip() for text in replies]
         # The answer as the first reward reads it.
         texts = _as_texts(values if example.answer is None else {**values, "answer": example.answer})
+        wrapped = {one: wrap_reply(one) for one in {*judged} if one}
         # In an order that only the texts decide.
-        asked = sorted({one for one in judged if one}, key=wrap_reply)
-        groups = [asked] if self.compares and asked else [[one] for one in asked]
+        asked = dict(sorted(wrapped.items(), key=lambda pair: pair[1]))
+        groups = [asked] if self.compares and asked else [{one: asked[one]} for one in asked]
         found: dict[str, float | Failure] = {}
         for answered in await asyncio.gather(*(self._judge(texts, group) for group in groups)):
             found |= answered
         return [_to_outcome(one, found.get(one, 0.0)) for one in judged]
 
     async def _judge(
-        self, values: Mapping[str, str], replies: Sequence[str]
+        self, values: Mapping[str, str], replies: Mapping[str, str]
     ) -> Mapping[str, float | Failure]:
-        """Return the scores of replies that one question shows beside each other, or the failure of all."""
-        named = {**values, "reply": "\n\n".join(map(wrap_reply, replies))}
+        """Return the scores of replies that one question shows, wrapped so, or the failure of all."""
+        named = {**values, "reply": "\n\n".join(replies.values())}
         question = _PLACE.sub(lambda match: named[match.group(1)], self._rubric).rstrip()
         contract = CONTRACT.replace("SCORES", ", ".join("x" * len(replies)))
         question = f"{question}\n\n{contract}"

@@ -154,7 +154,6 @@ class JudgedRows(RowTask):
         rewards, weights = [made[name] for name in names], spec.reward_weights or (1.0,) * len(names)
         self._readers = [one for one in made.values() if one.allowed]
         """Those that compare with a row's answer. The first says how it is shown."""
-        self._compares = any(one.compares for one in rewards)
         # What fails by itself is not compared.
         pairs = sorted(zip(rewards, weights, strict=True), key=lambda pair: pair[0].compares)
         self._models = [(one, weight) for one, weight in pairs if isinstance(one, JudgeModel)]
@@ -295,7 +294,7 @@ class JudgedRows(RowTask):
     @override
     def compares(self, example: Example) -> bool:
         """Whether one of the rewards has TRL's form, or the judge model compares."""
-        return self._compares
+        return any(reward.compares for reward, _ in (*self._rewards, *self._models))
 
     @override
     async def verify(self, example: Example, text: str) -> Outcome:
