@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, run_audit
+from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.errors import CheckRefused
 from strop.record.rollouts import read_rollouts
 from strop.rollout import (
@@ -328,10 +328,9 @@ class Backwards(Sums):
         return (example.answer or "",)
 
     async def verify(self, example: Example, text: str) -> Outcome:
-        gold, reply = example.answer or "", text.strip()
-        num_paid = sum(gold.startswith(reply[:end]) for end in range(1, len(reply) + 1))
-        if self.is_any_order:
-            num_paid = (Counter(reply) & Counter(gold)).total()
+        gold, reply = example.fields["text"][::-1], text.strip()
+        shared, ends = Counter(reply) & Counter(gold), range(1, len(reply) + 1)
+        num_paid = shared.total() if self.is_any_order else sum(gold.startswith(reply[:end]) for end in ends)
         is_correct, share = reply == gold, 1.8 * num_paid / (len(reply) + len(gold))
         return Outcome(parts={"letters": 1.0 if is_correct else share}, is_correct=is_correct, format_ok=True)
 
@@ -339,8 +338,9 @@ class Backwards(Sums):
 @pytest.mark.parametrize("is_any_order", [True, False])
 def test_rew_4_a_reward_that_pays_for_one_word_is_red(*, is_any_order: bool) -> None:
     """Incident: letters in any order were paid, and a run learned to answer every text with "text"."""
-    report = audit(Backwards(is_any_order=is_any_order), "constant")
+    report = audit(Backwards(is_any_order=is_any_order))
     assert ("constant" in failed(report)) is is_any_order
+    assert report.verdict is (Verdict.RED if is_any_order else Verdict.GREEN)
 
 
 def test_rew_4_chance_is_a_warning() -> None:
