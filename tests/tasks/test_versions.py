@@ -72,16 +72,14 @@ def wrap(kind: str, folder: Path) -> Task:
     part = table_of("mbpp", folder)
     if kind == "mixture":
         return build_task(MixtureSpec(name="mixture", parts={"code": part}))
-    spec = CodeSpec(**part, system_prompt="Be brief." if kind == "prompted" else None)
-    if kind == "prompted":
-        return build_task(spec)
+    spec = CodeSpec(**part)
     # The file is read to see whether the task counts what is left out.
     example_id = build_task(spec).examples(Split.TRAIN)[0].example_id
     write_rows(folder / "order.jsonl", [{"example_id": example_id}])
     return build_task(spec.model_copy(update={"order_file": str(folder / "order.jsonl")}))
 
 
-@pytest.mark.parametrize("kind", ["mixture", "curriculum", "prompted"])
+@pytest.mark.parametrize("kind", ["mixture", "curriculum"])
 def test_nothing_that_a_task_has_beside_is_lost_in_another(kind: str, tmp_path: Path) -> None:
     task = wrap(kind, tmp_path)
     members = {name for name in vars(Task) if not name.startswith("_")}

@@ -45,7 +45,7 @@ from strop.sandbox.contract import IsolationLevel
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
-from strop.tasks.prompt import pose, with_system
+from strop.tasks.prompt import pose_example
 from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
 from strop.tasks.tool_calls import Spoken, list_schemas, read_reply
 from strop.tasks.user.own_task import OPENING_SEED, OwnTask, opening_of, require_whole, to_messages
@@ -115,8 +115,7 @@ class WorldTask(Task):
 
     def pose(self, opening: Sequence[Message], example: Example) -> tuple[Message, ...]:
         """Add the run's system message, the tools and the thinking setting to an opening."""
-        posed = pose(opening, self.section.thinking, tools=tuple(self.tools.values()))
-        return with_system(posed, self.section.system_prompt, example)
+        return pose_example(self.section, example, opening, tools=tuple(self.tools.values()))
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Play an attempt without a model: `text` holds the replies, with `TURN` between them.
@@ -235,7 +234,7 @@ class OwnWorld(WorldTask, OwnTask):
 
     @override
     def render(self, example: Example) -> tuple[Message, ...]:
-        return self.pose(OwnTask.render(self, example), example)
+        return self.pose(self.say(example), example)
 
 
 class PlayedWorld(Environment):

@@ -29,7 +29,7 @@ from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.overlap import normal_text
-from strop.tasks.prompt import pose
+from strop.tasks.prompt import pose_example
 from strop.tasks.registry import import_extra
 from strop.tasks.task import Task, TaskLimits, right_or_wrong
 from strop.tasks.version import fit_limits, hash_version
@@ -127,11 +127,8 @@ class Arithmetic(Task):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Ask for the sum in one sentence."""
-        return pose(
-            _SUM.format(**example.fields),
-            base=_BASE_SUM.format(**example.fields),
-            thinking=self._spec.thinking,
-        )
+        asked, base = (wording.format(**example.fields) for wording in (_SUM, _BASE_SUM))
+        return pose_example(self._spec, example, asked, base=base)
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last number of the reply with the sum."""
@@ -291,7 +288,7 @@ class ReasoningGym(Task):
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the question and name the tag for the answer."""
         content = _QUESTION.format(question=example.fields["question"])
-        return pose(content, base=f"{content}\n", thinking=self._spec.thinking)
+        return pose_example(self._spec, example, content, base=f"{content}\n")
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Score the answer with the data set's own function.

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from strop.errors import ConfigError, DataError
-from strop.rollout import Example, IntArray, Message, Split, ToolCall
+from strop.rollout import Example, IntArray, Message, ToolCall
 from strop.spec.task import TaskSpec
 from strop.spec.template import fill, list_names
-from strop.tasks.task import Task, TaskWrapper
 from strop.tasks.tool_calls import CallReader, describe_tools, list_readers, write_call
 from strop.tokenizer import GUARD
 
@@ -63,6 +62,47 @@ def pose(
     *before, last = [Message(role="user", content=asked)] if isinstance(asked, str) else asked
     fields = {field.name: getattr(last, field.name) for field in dataclasses.fields(Message)}
     return (*before, PosedMessage(**fields, base=base, is_thinking=is_thinking, tools=tools))
+
+
+def pose_example(
+    spec: TaskSpec,
+    example: Example,
+    asked: str | Sequence[Message],
+    *,
+    base: str | None = None,
+    fields: Mapping[str, Any] | None = None,
+    tools: tuple[str, ...] = (),
+) -> tuple[Message, ...]:
+    """Pose an example with the template, the thinking mode and the system prompt of its section.
+
+    `asked` and `base` are the task's own wording; a template names `fields`, or else those of the example.
+
+    Raises: ConfigError if the template names a field that the example lacks; DataError if both the example
+        and the run have a system message.
+    """
+    template, system = spec.prompt_template, spec.system_prompt
+    if template is not None:
+        given = example.fields if fields is None else fields
+        known = {name: value for name, value in given.items() if isinstance(value, str | int | float)}
+        if missing := [name for name in list_names(template) if name not in known]:
+            raise ConfigError(
+                f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"
+                f" {example.task} does not have",
+                allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
+                next_step="correct the name; '{{' and '}}' stand for braces",
+            )
+        asked = base = fill(template, known)
+    messages = pose(asked, spec.thinking, base=base, tools=tools)
+    if system is None:
+        return messages
+    if any(message.role == "system" for message in messages):
+        raise DataError(
+            f"example {example.example_id} of task {example.task} has a system message of its own,"
+            " beside task.system_prompt",
+            allowed="one of the two",
+            next_step="leave out task.system_prompt, or take the system messages out of the data",
+        )
+    return (Message(role="system", content=system), *messages)
 
 
 def posed(messages: Sequence[Message]) -> PosedMessage:
@@ -199,62 +239,3 @@ def _base_text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     if base is None:
         return tokenizer.render_base(messages)
     return "\n\n".join([*(message.text for message in messages[:-1]), base])
-
-
-class Prompted(TaskWrapper):
-    """A task that is asked with the system prompt and the template of its section; judged as before."""
-
-    def __init__(self, task: Task, spec: TaskSpec) -> None:
-        super().__init__(task)
-        self._spec = spec
-        self._checked: set[Split] = set()
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the task's examples, after a check that each can be rendered.
-
-        Raises: DataError as the task does, and like `render`; ConfigError like `render`.
-        """
-        examples = self._task.examples(split)
-        if split not in self._checked:
-            for example in examples:
-                self.render(example)
-            self._checked.add(split)
-        return examples
-
-    def render(self, example: Example) -> tuple[Message, ...]:
-        """Pose the example with the run's template and system prompt.
-
-        Raises: ConfigError if the template names a field that the example lacks; DataError if both the
-            example and the run have a system message.
-        """
-        messages, template = self._task.render(example), self._spec.prompt_template
-        if template is not None:
-            fields = self._task.prompt_fields(example).items()
-            known = {name: value for name, value in fields if isinstance(value, str | int | float)}
-            if missing := [name for name in list_names(template) if name not in known]:
-                raise ConfigError(
-                    f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"
-                    f" {self.name} does not have",
-                    allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
-                    next_step="correct the name; '{{' and '}}' stand for braces",
-                )
-            text = fill(template, known)
-            messages = (dataclasses.replace(posed(messages), content=text, base=text),)
-        return with_system(messages, self._spec.system_prompt, example)
-
-
-def with_system(messages: tuple[Message, ...], system: str | None, example: Example) -> tuple[Message, ...]:
-    """Put the run's system message, if any, before the messages of an example.
-
-    Raises: DataError if these have a system message already.
-    """
-    if system is None:
-        return messages
-    if any(message.role == "system" for message in messages):
-        raise DataError(
-            f"example {example.example_id} of task {example.task} has a system message of its own,"
-            " beside task.system_prompt",
-            allowed="one of the two",
-            next_step="leave out task.system_prompt, or take the system messages out of the data",
-        )
-    return (Message(role="system", content=system), *messages)

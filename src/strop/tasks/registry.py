@@ -32,10 +32,6 @@ def build_task(spec: TaskSection) -> Task:
             allowed="a name that no built-in task has",
             next_step="rename the class, or the entry point",
         )
-    if spec.prompting and not isinstance(spec, EnvironmentSection):
-        from strop.tasks.prompt import Prompted
-
-        task = Prompted(task, spec)
     if spec.agent is not None:
         task = import_module(_AGENTS).AgentTask(task, spec)
     if spec.order_file is None:

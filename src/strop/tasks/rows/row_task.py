@@ -22,7 +22,7 @@ from strop.spec.task import SOURCE_HELP, TaskSpec, TrainingRows
 from strop.spec.template import fill, list_names
 from strop.tasks.answers import show_answer
 from strop.tasks.overlap import normal_text
-from strop.tasks.prompt import pose
+from strop.tasks.prompt import pose_example
 from strop.tasks.rows.layout import DataSet, Row, bad_row, find_files, read_rows
 from strop.tasks.task import Task, TaskLimits
 from strop.tasks.version import fit_limits, hash_version
@@ -227,11 +227,16 @@ class RowTask(Task):
         if not isinstance(asked, str):
             asked = [Message(role=one["role"], content=one["content"]) for one in asked]
         base = None if base is None else fill(base, self.prompt_fields(example))
-        return pose(asked, self._spec.thinking, base=base)
+        fields = self.prompt_fields(example)
+        return pose_example(self._spec, example, asked, base=base, fields=fields)
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        return read_examples(self._spec, self._source, self._data, self.to_example, self.question)
+        splits = read_examples(self._spec, self._source, self._data, self.to_example, self.question)
+        if self._spec.prompting:
+            for example in (*splits.train, *splits.held_out):
+                self.render(example)  # Refused before the run begins, and not in its midst.
+        return splits
 
 
 def gold_of(example: Example) -> str:

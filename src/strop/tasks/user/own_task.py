@@ -21,7 +21,7 @@ from typing_extensions import override
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import UserCodeSection, UserTaskSpec
-from strop.tasks.prompt import pose
+from strop.tasks.prompt import pose_example
 from strop.tasks.rows.row_task import SplitExamples
 from strop.tasks.task import TURN, Task, TaskLimits
 from strop.tasks.user.rewards import as_outcome, call_foreign
@@ -88,10 +88,13 @@ class OwnTask(Task):
     def examples(self, split: Split) -> Sequence[Example]:
         return self._splits.of(split)
 
+    def say(self, example: Example) -> Sequence[Message]:
+        """Return the messages with which the class poses an example."""
+        return [Message.from_json(value) for value in self._rows[example.example_id]["messages"]]
+
     @override
     def render(self, example: Example) -> tuple[Message, ...]:
-        messages = [Message.from_json(value) for value in self._rows[example.example_id]["messages"]]
-        return pose(messages, self._spec.thinking)
+        return pose_example(self._spec, example, self.say(example))
 
     @override
     def problem_of(self, example: Example) -> str | None:
