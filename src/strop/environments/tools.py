@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import sys
 import typing
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -24,8 +23,6 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner, ToolCall
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.user.own_task import collect, make_task
-from strop.user_code.probe import answer_order
 
 Returned = TypeVar("Returned")
 RESERVED = frozenset(
@@ -180,12 +177,3 @@ def read_facts(own: Any) -> dict[str, Any]:
         "has_step": callable(getattr(own, "step", None)),
         "max_turns": getattr(own, "max_turns", None),
     }
-
-
-def _pose(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
-    return {**collect(kind, order), "facts": read_facts(make_task(kind, order["values"]))}
-
-
-if __name__ == "__main__":
-    # The process that makes the examples of a user's class, and reads its facts.
-    answer_order(int(sys.argv[1]), _pose)

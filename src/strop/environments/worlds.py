@@ -10,8 +10,6 @@
 
 Its other public methods are tools: typed, with a docstring, called by the model in its family's syntax.
 With tools, `step` may be absent: then a reply without a call ends the attempt. Any method may be a coroutine.
-The class of a user's file is loaded in the rollout process; its examples are made in a separate process, like
-a task's.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
 
-from strop.environments import tools
 from strop.environments.contract import Action, Done, Environment, StepResult
 from strop.environments.mcp import McpServer, find_served_tools, require_apart
 from strop.environments.tools import (
@@ -48,8 +45,8 @@ from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_example
 from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
 from strop.tasks.tool_calls import Spoken, list_schemas, read_reply
-from strop.tasks.user.own_task import OPENING_SEED, OwnTask, opening_of, require_whole, to_messages
-from strop.tasks.user.rewards import as_outcome
+from strop.tasks.user.own_task import OPENING_SEED, OwnTask, require_whole, to_messages
+from strop.tasks.user.rewards import as_outcome, call_foreign
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_BAD_REPLIES = 3
@@ -174,18 +171,7 @@ class BuiltInWorld(WorldTask):
 
     @override
     def render(self, example: Example) -> tuple[Message, ...]:
-        own = self.make_own()
-        opening = opening_of(own)(example, OPENING_SEED)
-        if inspect.isawaitable(opening):
-
-            async def open_and_close(opening: Awaitable[Any]) -> Any:
-                try:
-                    return await opening
-                finally:
-                    await own.close()
-
-            opening = run_here(open_and_close(opening))
-        return self.pose(to_messages(opening), example)
+        return self.pose(to_messages(_open(self.make_own(), example)), example)
 
     @override
     def problem_of(self, example: Example) -> str:
@@ -210,7 +196,6 @@ class BuiltInWorld(WorldTask):
 class OwnWorld(WorldTask, OwnTask):
     """A user's environment."""
 
-    poser = tools.__name__
     section: UserEnvironmentSpec
 
     def __init__(self, spec: UserEnvironmentSpec) -> None:
@@ -225,16 +210,37 @@ class OwnWorld(WorldTask, OwnTask):
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """Those that another process has read (`tools`)."""
-        facts: Mapping[str, Any] = self._posed["facts"]
-        return facts
+        """Those of an object of the class."""
+        return read_facts(self._own)
 
     make_own = OwnTask.make_own
     to_outcome = OwnTask.to_outcome
 
     @override
+    def open(self, example: Example) -> Any:
+        """Return the opening of an example. Raises: ValueError if it varies with equal seeds."""
+        first, second = (_open(self.make_own(), example) for _ in range(2))
+        if first != second:
+            raise ValueError(f"its reset returns for the same seed {first!r:.80}, then {second!r:.80}")
+        return first
+
+    @override
     def render(self, example: Example) -> tuple[Message, ...]:
         return self.pose(self.say(example), example)
+
+
+def _open(own: Any, example: Example) -> Any:
+    """Return the opening of an example by an object of its own, which then is closed."""
+
+    async def open_and_close() -> Any:
+        try:
+            # `opening` has no other effect.
+            return await call_foreign(getattr(own, "opening", own.reset), example, OPENING_SEED)
+        finally:
+            if callable(getattr(own, "close", None)):
+                await finished(own.close())
+
+    return run_here(open_and_close())
 
 
 class PlayedWorld(Environment):

@@ -12,7 +12,6 @@ from strop.user_code.inspection import (
     inspect_function,
     inspect_import,
     inspect_task,
-    run_apart,
 )
 from strop.user_code.loading import EndOfImport, blaming, edited, is_importing, load_code
 from strop.user_code.reference import (
@@ -48,5 +47,4 @@ __all__ = [
     "is_importing",
     "list_sources",
     "load_code",
-    "run_apart",
 ]

@@ -102,8 +102,15 @@ def inspect_task(ref: CodeRef, settings: Mapping[str, Any]) -> InspectedTask:
 
 
 def _inspect(ref: CodeRef, kind: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    order = {"kind": kind, "settings": settings or {}}
-    answer = run_apart(probe.__name__, ref, order, limit_s=IMPORT_LIMIT_S, doing="imported")
+    """Let the probe look at user code. Raises: ConfigError if that is missing, refused, or does not end."""
+    if ref.is_file and not ref.path.is_file():
+        raise _refuse(ref, f"is in {ref.path}, which does not exist", "an existing file of Python")
+    digest = hash_sources(ref.path) if ref.is_file else None
+    order = {"kind": kind, "settings": settings or {}, "digest": digest}
+    order["ref"] = {"place": ref.place, "name": ref.name}
+    answer: dict[str, Any] = json.loads(_run_cached(json.dumps(order, sort_keys=True)))
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
     if "fault" in answer:
         line = f" (line {answer['line']})" if answer.get("line") else ""
         allowed = "a function"
@@ -114,61 +121,32 @@ def _inspect(ref: CodeRef, kind: str, settings: Mapping[str, Any] | None = None)
     return answer
 
 
-def run_apart(
-    module: str,
-    ref: CodeRef,
-    order: Mapping[str, Any],
-    *,
-    limit_s: float,
-    doing: str,
-    digest: str | None = None,
-) -> dict[str, Any]:
-    """Run a module that uses user code in a separate process; return its answer.
-
-    `module` is run as `python -m MODULE FD`: it reads the order, with `ref`, from standard input, and writes
-    a JSON object to the descriptor. `doing`: the verb of a message at the time limit. `digest`: the expected
-    version of the code; None: the file's current content.
-
-    Raises: ConfigError if the file is missing or edited, the process ends without an answer or refuses.
-    """
-    if ref.is_file:
-        if not ref.path.is_file():
-            raise _refuse(ref, f"is in {ref.path}, which does not exist", "an existing file of Python")
-        digest = digest or hash_sources(ref.path)
-    whole = {**order, "ref": {"place": ref.place, "name": ref.name}, "digest": digest}
-    text = json.dumps(whole, sort_keys=True)
-    answer: dict[str, Any] = json.loads(_run_cached(module, text, limit_s, doing))
-    if "refused" in answer:
-        raise ConfigError(answer["refused"])
-    return answer
-
-
 @lru_cache(maxsize=64)
-def _run_cached(module: str, order: str, limit_s: float, doing: str) -> str:
-    """Run a process for an order. Its digest of the code makes the cache miss for an edited file."""
+def _run_cached(order: str) -> str:
+    """Return the probe's answer. The order's digest of the code makes the cache miss for an edited file."""
     ref = CodeRef(**json.loads(order)["ref"])
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answers:
         question.write(order.encode())
         question.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(answers.fileno())],
+            [sys.executable, "-m", probe.__name__, str(answers.fileno())],
             pass_fds=[answers.fileno()],
             stdin=question,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        is_late = not _has_ended(process.pid, limit_s)
+        is_late = not _has_ended(process.pid, IMPORT_LIMIT_S)
         # Before reaping, while the group id cannot be reused; this also kills its forks.
         os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         answers.seek(0)
         answer = answers.read().decode()
     if is_late:
-        raise _refuse(ref, f"was not {doing} after {limit_s:g} s", "code that is done in less time")
+        raise _refuse(ref, f"was not imported after {IMPORT_LIMIT_S:g} s", "code that is done in less time")
     if not answer:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        raise _refuse(ref, f"ended the process in which it was {doing} ({how})", "code that lets it go on")
+        raise _refuse(ref, f"ended the process in which it was imported ({how})", "code that lets it go on")
     return answer
 
 

@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from strop.errors import ConfigError
@@ -20,24 +20,19 @@ from strop.user_code.loading import load_code
 from strop.user_code.reference import CodeRef
 
 MAX_BYTES = 1 << 34
-"""Limit of RLIMIT_DATA for inspecting code and making examples; not of addresses, which libraries reserve."""
+"""Limit of RLIMIT_DATA for inspecting code; not of addresses, which libraries reserve."""
 TASK_METHODS = ("examples", "render", "verify")
 ENVIRONMENT_METHODS = ("examples", "reset", "score")
 
 
 def main(descriptor: int) -> None:
     """Answer one order with a description of the code, or an error."""
-    answer_order(descriptor, _inspect)
-
-
-def answer_order(descriptor: int, work: Callable[[Any, Mapping[str, Any]], dict[str, Any]]) -> None:
-    """Read an order, load its code, and write the result of `work` on both, or the error."""
     order = json.load(sys.stdin)
     _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
     bound = MAX_BYTES if hard_bytes == resource.RLIM_INFINITY else min(MAX_BYTES, hard_bytes)
     resource.setrlimit(resource.RLIMIT_DATA, (bound, hard_bytes))
     try:
-        answer = work(load_code(CodeRef(**order["ref"]), order["digest"]), order)
+        answer = _inspect(load_code(CodeRef(**order["ref"]), order["digest"]), order)
     except ConfigError as error:
         answer = {"refused": str(error)}
     with os.fdopen(descriptor, "w") as file:
