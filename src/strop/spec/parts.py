@@ -92,11 +92,6 @@ class MixtureSpec(TaskSection):
         """The user code of all parts."""
         return [*(ref for part in plain_sections(self) for ref in part.user_code), *super().user_code]
 
-    @property
-    def judges_by_data(self) -> bool:
-        """True: the data says which part an example belongs to."""
-        return True
-
 
 def plain_sections(task: TaskSection) -> list[TaskSection]:
     """Return the sections of a task's parts, or its own."""

@@ -145,11 +145,6 @@ class TaskSection(Section):
         return []
 
     @property
-    def judges_by_data(self) -> bool:
-        """Whether judging a reply needs the task's examples."""
-        return False
-
-    @property
     def runs_programs(self) -> bool:
         """Whether judging runs a program, which takes hundreds of times as long as rules."""
         return isinstance(self, CodeTaskSection)

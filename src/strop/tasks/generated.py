@@ -194,11 +194,6 @@ class ReasoningGymSpec(TaskSection):
         json_schema_extra=expert("each generator has parameters of its own"),
     )
 
-    @property
-    def judges_by_data(self) -> bool:
-        """True: the scorer needs the generated problem."""
-        return True
-
 
 class ReasoningGym(Task):
     """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
@@ -290,13 +285,17 @@ class ReasoningGym(Task):
         content = _QUESTION.format(question=example.fields["question"])
         return pose_example(self._spec, example, content, base=f"{content}\n")
 
+    def warm_up(self) -> None:
+        """Draw the examples: the scorer needs the generated problem."""
+        self.examples(Split.HELD_OUT)
+
     async def verify(self, example: Example, text: str) -> Outcome:
         """Score the answer with the data set's own function.
 
         Raises: KeyError if the example is not of this task; any exception of the data set's function.
         """
         answer, is_tagged = answer_of(text)
-        self.examples(Split.HELD_OUT)  # Draws them, the first time.
+        self.warm_up()
         score = float(self._dataset.score_answer(answer, self._entries[example.example_id]))
         return Outcome(parts={"score": score}, is_correct=score >= 1.0 - 1e-9, format_ok=is_tagged)
 

@@ -94,6 +94,7 @@ class Mixture(TasksInOne):
 
     @override
     def warm_up(self) -> None:
+        self._labels  # noqa: B018  it must know an example's part
         for task in self._tasks.values():
             task.warm_up()
 

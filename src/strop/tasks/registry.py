@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.rollout import Split
 from strop.spec.built_in import built_in_tasks, import_kind
 from strop.spec.parts import MixtureSpec
 from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection, UserEnvironmentSpec
@@ -74,10 +73,6 @@ def build_warm_task(spec: TaskSection, code: Mapping[str, str] | None = None) ->
     if code is not None and code != (current := _hash_code(spec)):
         raise edited([path for path, digest in current.items() if code.get(path) != digest])
     task = build_task(spec)
-    if spec.judges_by_data:
-        # The scorer needs the generated problem; a mixture must know an example's part.
-        for example in task.examples(Split.HELD_OUT)[:1]:
-            task.gold_replies(example)
     task.warm_up()
     return task
 
