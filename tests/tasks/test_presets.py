@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from strop.rollout import Split
-from strop.spec.template import list_names
 from strop.tasks import build_task
 from strop.tasks.presets import PresetSpec
 from strop.tasks.rows.row_task import read_preset
@@ -21,10 +20,7 @@ def test_every_preset_of_the_package_can_be_read() -> None:
 
     files = sorted(Path(strop.tasks.presets.__file__).parent.glob("*.toml"))
     assert len(files) == 13
-    for form in map(read_preset, (path.stem for path in files)):
-        made = {"a", "b", "c", "d", "about", "answer"}
-        for template in (form.prompt, form.base_prompt or "", *form.gold):
-            assert not form.fields or set(list_names(template)) <= {*form.fields, *made}
+    assert all(read_preset(path.stem).source for path in files)
 
 
 def test_a_preset_takes_rewards_beside_its_own(tmp_path: Path) -> None:

@@ -148,11 +148,11 @@ def gsm8k(folder: Path, **settings: Any) -> Task:
 def test_a_field_that_the_examples_do_not_have_is_refused_when_they_are_read(tmp_path: Path) -> None:
     task = gsm8k(tmp_path, prompt_template="Solve: {problem}")
     for split in Split:
-        with pytest.raises(ConfigError, match=r"problem.*question, solution"):
+        with pytest.raises(ConfigError, match=r"problem.*answer, question, solution"):
             task.examples(split)
     # A list is no text: the model would read Python.
     mmlu = section_of("mmlu", tmp_path)
-    with pytest.raises(ConfigError, match=r"choices.*a, about, b, c, d"):
+    with pytest.raises(ConfigError, match=r"choices.*a, about, answer, b, c, d, question"):
         build_task(with_settings(mmlu, prompt_template="{choices}")).examples(Split.HELD_OUT)
     with pytest.raises(ConfigError, match=r"question.*: a, b\."):
         an_asked(build_task(ArithmeticSpec(prompt_template="{question}")))

@@ -69,7 +69,7 @@ def test_math_reads_the_hubs_seven_folders_in_order(tmp_path: Path) -> None:
     task = math(tmp_path)
     assert answers(task, Split.TRAIN) == ["0", "1", "2", "3", "4", "5", "6"]
     assert answers(task, Split.HELD_OUT) == ["10", "11", "12", "13", "14", "15", "16"]
-    assert [example.fields["subject"] for example in task.examples(Split.TRAIN)] == list(SUBJECTS)
+    assert [example.fields["type"] for example in task.examples(Split.TRAIN)] == list(SUBJECTS)
 
 
 @pytest.mark.parametrize("reward", ["math", "strict-math"])

@@ -24,7 +24,7 @@ from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import equivalence
 from strop.tasks.mathematics.answers import find_boxes
 from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import RowTask, text_of
+from strop.tasks.rows.row_task import RowTask
 from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward
 from strop.user_code import CodeRef, is_code
 
@@ -179,9 +179,8 @@ class JudgedRows(RowTask):
         )
         taken = {name for one in functions for name in one.signature.required}
         shown = {name for gold in data.gold for name in list_names(gold)} - {"answer"}
-        asked = {*(self._places or [data.prompt]), *([data.answer] if data.answer else ()), *shown}
-        # What is asked of a published data set is made of its fields.
-        self._needed = (taken - RESERVED) | (set() if data.fields else asked)
+        asked = {*(self._places or [data.prompt]), *filter(None, [data.answer])}
+        self._needed = (taken - RESERVED) | asked | shown
         """Columns that every row must have."""
 
     def make_reward(self, name: str, spec: RewardSection) -> Reward:
@@ -200,27 +199,9 @@ class JudgedRows(RowTask):
             reward.warm_up()
 
     @override
-    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        """Return the example's fields, and what prompts of a published data set make of them."""
-        fields = example.fields
-        if not self._data.fields:
-            return fields
-        topic = str(fields.get("topic") or "").replace("_", " ")
-        made = dict(zip("abcd", fields.get("choices", ()), strict=False))
-        return {**fields, **made, "about": f" about {topic}" if topic else ""}
-
-    @override
-    def question(self, example: Example) -> str:
-        if not self._data.fields:
-            return super().question(example)
-        # Many questions of MMLU differ in their choices alone.
-        question = str(example.fields.get(next(iter(self._data.fields)), ""))
-        return "\n".join([question, *example.fields.get("choices", ())])
-
-    @override
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the right answer in the forms of the data; for 'strict-math', the first alone."""
-        fields = {**self.prompt_fields(example), "answer": example.answer}
+        fields = {**example.fields, "answer": example.answer}
         return tuple(
             fill(template, fields)
             for template in self._data.gold[: 1 if self._is_strict else None]
@@ -253,35 +234,37 @@ class JudgedRows(RowTask):
 
     def _read(self, row: Row) -> tuple[dict[str, Any], Any]:
         """Return the fields of a row's example, and its answer. Raises: DataError naming the row."""
-        data = self._data
-        if not data.fields:
-            return dict(row.values), row.values.get(data.answer or "")
-        # Copies of a data set differ in the case of their columns.
-        row = replace(row, values={column.lower(): value for column, value in row.values.items()})
-        fields: dict[str, Any] = {name: text_of(row, column) for name, column in data.fields.items()}
+        data, fields = self._data, dict(row.values)
+        if data.source is not None:
+            # Copies of a data set differ in the case of their columns.
+            fields = {column.lower(): value for column, value in fields.items()}
         if data.choices is not None:
-            choices = row.values.get(data.choices)
+            choices = fields.get(data.choices)
             if not isinstance(choices, list) or len(choices) != len("abcd"):
                 raise bad_row(f"{row.place} has choices {choices!r:.80}", allowed="a list of four choices")
-            fields["choices"] = [str(choice) for choice in choices]
+            fields.update(zip("abcd", choices, strict=True))
         if data.topic is not None:
-            fields["topic"] = text_of(row, data.topic, "")
-        value = row.values.get(str(data.answer))
+            topic = str(fields.get(data.topic) or "").replace("_", " ")
+            fields["about"] = f" about {topic}" if topic else ""
+        value = fields.get(data.answer or "")
         text = value if isinstance(value, str) else ""
         found = {
             "all": value,
             "behind ####": text.rpartition("####")[2] if "####" in text else "",
             "the last box": "".join(find_boxes(text)[-1:]),
         }[data.answer_in]
-        if data.answer not in row.values or found == "" != value:
-            fault = f"column {data.answer} of {row.place} is {value!r:.80}"
-            raise bad_row(fault, f"one with {data.answer_in}")
+        if data.answer_in != "all":
+            fields["solution"] = value
+        if found == "" != value:
+            raise bad_row(
+                f"column {data.answer} of {row.place} is {value!r:.80}", f"one with {data.answer_in}"
+            )
         return fields, found
 
     def answer_of(self, example: Example) -> Any:
         """Return the answer as the row has it, where that is a field."""
-        column = None if self._data.fields else self._data.answer
-        return example.answer if column is None else example.fields[column]
+        column = self._data.answer
+        return example.answer if column is None or self._data.source else example.fields[column]
 
     def _values_of(self, example: Example) -> dict[str, Any]:
         """Return what rewards may take, but for the replies."""

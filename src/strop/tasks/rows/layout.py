@@ -70,9 +70,6 @@ class DataSet(BaseModel):
     held_out: tuple[str, ...] = ()
     """The files of its splits, as its hub names them. Only held-out ones: it is for evaluation. Only training
     ones: some of their rows are held out, chosen by content. None at all: they are found by their names."""
-    fields: Mapping[str, str] = {}
-    """Columns that hold texts, by the names of the examples' fields; the first is the question. Empty: all
-    columns are fields, and the question is the prompt."""
     choices: str | None = None
     """Column with a list of four choices, which prompts call a, b, c and d."""
     topic: str | None = None

@@ -217,7 +217,10 @@ class RowTask(Task):
         return asked
 
     def question(self, example: Example) -> str:
-        """Return what a reply may repeat, and what makes an example another one."""
+        """Return the columns that are asked: a reply may repeat them, and other ones are another example."""
+        if self._places:
+            fields = self.prompt_fields(example)
+            return "\n".join(show_answer(fields.get(name)) for name in self._places)
         asked = self.ask(example)
         return asked if isinstance(asked, str) else "\n".join(one["content"] for one in asked)
 
