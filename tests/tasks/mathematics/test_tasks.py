@@ -202,7 +202,6 @@ def test_mmlu_reads_the_hubs_files(mmlu_folder: Path) -> None:
 
 ROW = {"level": "Level 1", "answer": 0, "choices": list("abcd")}
 BROKEN_ROWS: list[tuple[type[Any], str, Row]] = [
-    *((PresetSpec, "math", {**MATH_TRAIN[0], "level": level}) for level in (2, None)),
     *(
         (PresetSpec, "math", {**MATH_TRAIN[0], "solution": solution})
         for solution in ("It is 5.", r"\boxed{}", r"\boxed{5", r"\boxed{ \, }")

@@ -24,7 +24,7 @@ from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import equivalence
 from strop.tasks.mathematics.answers import find_boxes
 from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import RowTask
+from strop.tasks.rows.row_task import RowTask, text_of
 from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward
 from strop.user_code import CodeRef, is_code
 
@@ -246,6 +246,8 @@ class JudgedRows(RowTask):
         if data.topic is not None:
             topic = str(fields.get(data.topic) or "").replace("_", " ")
             fields["about"] = f" about {topic}" if topic else ""
+        for name in self._places if data.source is not None else ():
+            text_of(replace(row, values=fields), name, "" if name == "about" else None)
         value = fields.get(data.answer or "")
         text = value if isinstance(value, str) else ""
         found = {
