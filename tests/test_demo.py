@@ -1,8 +1,7 @@
 """The command that the README shows first, run as it shows it, for a few large steps: the real model learns.
 
 How far the demo gets is measured by `make bench`; here it has to work, end to end, and to get better by more
-than chance. In five such steps rewards went from 0.09 to 0.45, in six sampled replies from 9 % right to 67 %
-(bfloat16, one machine).
+than chance. In three such steps rewards went from 0.12 to 0.56 (float32, one machine).
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
 from tests.conftest import require_system_part
 
 ROOT = Path(__file__).parents[1]
-FEW = ["train.steps=5", "optimizer.lr=8e-5", "eval.num_examples=8", "train.checkpoint_every=5"]
+FEW = ["train.steps=3", "optimizer.lr=1e-4", "eval.num_examples=8", "train.checkpoint_every=3"]
 FEW += ["optimizer.schedule=constant"]
 MIN_GAIN = 0.15
 """Of accuracy in 32 sampled replies to 8 examples: two standard errors without any learning."""
@@ -41,10 +39,10 @@ def test_make_demo_trains_evaluates_and_says_where_its_report_is(tmp_path: Path)
     rewards = [
         json.loads(line)["reward_mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
-    assert len(rewards) == 5
-    assert fmean(rewards[-2:]) > fmean(rewards[:2]) + MIN_GAIN
+    assert len(rewards) == 3
+    assert rewards[-1] > rewards[0] + MIN_GAIN
     before, after = (
-        json.loads((run_dir / "eval" / f"arithmetic-step-{step:06d}.json").read_bytes()) for step in (0, 5)
+        json.loads((run_dir / "eval" / f"arithmetic-step-{step:06d}.json").read_bytes()) for step in (0, 3)
     )
     assert after["sampled"]["accuracy"] > before["sampled"]["accuracy"] + MIN_GAIN
     assert (run_dir / "report.html").is_file()
