@@ -136,9 +136,9 @@ PLAIN = str.maketrans(
 """Signs in LaTeX that math-verify does not read."""
 _FRAC = r"\\[dtc]?frac[ \t]*(\{[0-9]{1,9}\}|[0-9])[ \t]*(\{0*[1-9][0-9]{0,8}\}|[1-9])"
 _SCALE = rf"(?:[ \t]*(?:\\text\{{[ \t]*)?(?i:{'|'.join(SCALES)})s?\b[ \t]*\}}?)"
-# A fraction or mixed number is one number; so is one with a scale.
+# A fraction or mixed number is one number; so is one with a scale. Words are passed by its first characters.
 _NUMBER = (
-    r"(?:(?<![\w)\]}])[-\u2212])?\\?\$?(?<![A-Za-z0-9])(?<![0-9]\.)(?:"
+    r"(?=[-\u2212\\$.0-9¼½¾⅓⅔])(?:(?<![\w)\]}])[-\u2212])?\\?\$?(?<![A-Za-z0-9])(?<![0-9]\.)(?:"
     r"(?:[0-9]{1,9}[ \t]{1,3})?[0-9]{1,9}/(?=[0-9]*[1-9])[0-9]{1,9}(?![0-9]|[.,/][0-9])"
     rf"|[0-9]{{0,9}}(?:{_FRAC}|[{''.join(_PARTS)}])"
     r"|(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!]|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)?"
