@@ -13,10 +13,8 @@ from tests.conftest import require_system_part
 # At each start lm-eval reads all of its 14,000 files of tasks, which takes ten seconds of processor time.
 FEW_TASKS = """
 import sys
-
 if any(word.endswith("lm_eval_models.py") for word in sys.orig_argv):
     from lm_eval.tasks._index import TaskIndex
-
     find = TaskIndex._iter_yaml_files
     TaskIndex._iter_yaml_files = lambda root: find(root / "gsm8k" if root.name == "tasks" else root)
 """
