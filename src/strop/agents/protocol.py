@@ -15,7 +15,6 @@ from typing import Any
 
 from strop.environments.recording import Call
 from strop.rollout import REASONING, FinishReason, Message
-from strop.tasks.graders import is_valid, read_schema
 from strop.tokenizer import Tokenizer
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -66,19 +65,15 @@ class ModelRequest:
     max_tokens: int | None
     stop: tuple[str, ...]
     """Texts that end a reply."""
-    schema: Mapping[str, Any] | bool | None
-    """What the reply has to be as JSON, a JSON Schema; None: any text."""
+    schema: Any
+    """A validator of the JSON that the reply has to be; None: any text."""
     forced_call: str | None
     """The tool that the reply has to call, "" for any; None: none."""
-
     is_one_call: bool
     """Whether a reply may call only one tool."""
 
     def is_met(self, call: Call) -> bool:
-        """Whether a reply has the form that the request asks for.
-
-        Nothing forces it: the policy is sampled as always, and has to learn the form.
-        """
+        """Whether a reply has the form that the request asks for. Nothing forces it: the policy learns it."""
         names = {tool_call.name for tool_call in call.spoken.calls}
         if call.spoken.mistakes or (self.forced_call is not None and not names):
             return False
@@ -90,7 +85,7 @@ class ModelRequest:
             value = json.loads(call.spoken.content)
         except (ValueError, RecursionError):
             return False
-        return is_valid(value, self.schema)
+        return bool(self.schema.is_valid(value))
 
 
 def read_request(path: str, body: Any, tokenizer: Tokenizer) -> ModelRequest:
@@ -150,17 +145,22 @@ def _read_number(body: Mapping[str, Any], *names: str) -> int | None:
     return number
 
 
-def _read_schema(wanted: Mapping[str, Any]) -> Mapping[str, Any] | bool | None:
-    """Return the JSON Schema of a reply's format; None for any text.
+def _read_schema(wanted: Mapping[str, Any]) -> Any:
+    """Return a validator of a reply's format; None for any text.
 
     Raises: Refused for another type; KeyError, ValueError if it is none; ImportError without jsonschema.
     """
     kind = wanted.get("type", "text")
-    if kind == "json_schema":
-        schema: Mapping[str, Any] | bool = read_schema((wanted.get("json_schema") or wanted)["schema"])
-        return schema
     _require_allowed({"type": kind}, {"type": ("text", "json_object", "json_schema")})
-    return {"type": "object"} if kind == "json_object" else None
+    if kind == "text":
+        return None
+    from jsonschema import validators
+
+    schema = {"type": "object"} if kind == "json_object" else (wanted.get("json_schema") or wanted)["schema"]
+    known = validators.validator_for(schema)
+    if not known(known.META_SCHEMA).is_valid(schema):
+        raise ValueError("the reply's format is no JSON Schema")
+    return known(schema)
 
 
 def _read_forced_call(body: Mapping[str, Any], names: Collection[str]) -> str | None:

@@ -6,7 +6,6 @@ behind its answer.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -205,37 +204,6 @@ def _contains(text: str, answer: str) -> bool:
     return bool(gold) and found is not None
 
 
-_FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
-
-
-def _fits_schema(text: str, answer: str) -> bool:
-    fenced = _FENCED.fullmatch(text)
-    try:
-        value = json.loads(fenced[1] if fenced else text)
-    except ValueError:
-        return False
-    return is_valid(value, json.loads(answer))
-
-
-def is_valid(value: Any, schema: Any) -> bool:
-    """Whether a value is what a JSON Schema, one of `read_schema`, describes."""
-    from jsonschema import validators
-
-    return bool(validators.validator_for(schema)(schema).is_valid(value))
-
-
-def read_schema(answer: Any) -> Any:
-    """Return a JSON Schema: a table, or its text. Raises: ValueError if it is none."""
-    from jsonschema import SchemaError, validators
-
-    schema = json.loads(answer) if isinstance(answer, str) else answer
-    try:
-        validators.validator_for(schema).check_schema(schema)
-    except (SchemaError, AttributeError, TypeError) as error:
-        raise ValueError(f"{getattr(error, 'message', error)}") from error
-    return schema
-
-
 def _read_text(value: Any) -> str | None:
     return show_answer(value) or None
 
@@ -249,9 +217,4 @@ GRADERS: Mapping[str, Grader] = {
     "letter": Grader(_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
     "exact": Grader(_read_text, "a text", _compared(_is_spelled)),
     "contains": Grader(_read_text, "a text", _compared(_contains)),
-    "json-schema": Grader(
-        lambda value: show_answer(read_schema(value)),
-        "a JSON Schema, as a table or its text",
-        _compared(_fits_schema),
-    ),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -216,7 +215,6 @@ def test_several_rewards_are_weighted_and_added(tmp_path: Path) -> None:
     assert (found.is_correct, wrong.is_correct, wrong.reward) == (len(right) == 2, False, 0.5)
 
 
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
 
 
@@ -243,8 +241,6 @@ TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
         ),
         ("number", "1,200", ["So 3 boxes cost $1200."], ["1201", ""]),
         ("letter", 1, ["(B)", "The answer is B."], ["A or B", "C"]),
-        ("json-schema", SCHEMA, ['{"n": 1}', '```json\n{"n": 1}\n```'], ['{"n": "1"}', "n", "{}"]),
-        ("json-schema", json.dumps(SCHEMA), ['{"n": 1}'], ["[]"]),
     ],
 )
 def test_built_in_rewards(
@@ -274,7 +270,6 @@ def test_programs_are_tested_in_a_sandbox(tmp_path: Path, answer: Any) -> None:
         (None, {"prompt": "Solve: {problem}"}, ["row 1", "no problem"]),
         (None, {"answer": "gold"}, ["row 1", "no gold"]),
         (None, {"gold": "#### {solution}"}, ["row 1", "no solution"]),
-        (None, {"reward": "json-schema"}, ["row 1", "json-schema"]),
         (None, {"reward": "python-tests"}, ["row 1", "python-tests"]),
         ({"other": 1}, {}, ["row 41", "no answer and question"]),
         ({"question": 3, "answer": "3"}, {}, ["row 41"]),

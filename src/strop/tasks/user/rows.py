@@ -28,7 +28,7 @@ from strop.tasks.user.rewards import Reward
 
 _MAX_REPLY_TOKENS = 1024
 _BOXED = ("\\boxed{{{answer}}}",)
-_USUAL_GOLD = {"math": _BOXED, "strict-math": _BOXED, "json-schema": (), SANDBOXED: ()}
+_USUAL_GOLD = {"math": _BOXED, "strict-math": _BOXED, SANDBOXED: ()}
 """How a reply looks that says the answer to a reward, if not the answer alone."""
 
 
