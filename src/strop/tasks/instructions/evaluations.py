@@ -16,11 +16,10 @@ from typing import Any, Literal
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Outcome
-from strop.tasks.instructions.rules import load_detector
-from strop.tasks.instructions.tasks import Constraint, InstructedRows, judged_text, pair_constraints
+from strop.tasks.instructions.tasks import Constraint, InstructionTask, judged_text, pair_constraints
 from strop.tasks.registry import import_extra
 from strop.tasks.rows.layout import Row, bad_row
-from strop.tasks.rows.row_task import PublishedRows, read_preset, text_of
+from strop.tasks.rows.row_task import PublishedRows, text_of
 from strop.tasks.task import right_or_wrong
 
 PACKAGE, RELEASE = "if-verifiable", "0.1.2"
@@ -40,7 +39,7 @@ class EvaluationSpec(PublishedRows):
     name: Literal["ifeval", "ifbench"]
 
 
-class PublishedInstructions(InstructedRows):
+class PublishedInstructions(InstructionTask):
     """Follow every instruction of the prompt. Reward: 1 if all are followed, else 0.
 
     The score is the published one, strict for ifeval and loose for ifbench, where a reply may also follow an
@@ -52,8 +51,7 @@ class PublishedInstructions(InstructedRows):
 
     def __init__(self, spec: EvaluationSpec) -> None:
         # The package's patterns take quadratic time on some replies, such as a thousand opening brackets.
-        limits = {"max_goldless_frac": 1.0, "verify_limit_s": 5.0}
-        super().__init__(spec, read_preset(spec.name), spec.source, f"{PACKAGE}-{RELEASE}", **limits)
+        super().__init__(spec, f"{PACKAGE}-{RELEASE}", verify_limit_s=5.0)
 
     def warm_up(self) -> None:
         """Load the package and its rules. Raises: ConfigError like `load_package`."""
@@ -130,7 +128,6 @@ def load_package(benchmark: str) -> Any:
             allowed=f"{PACKAGE} {RELEASE}, part of the extra 'ifeval'",
             next_step="pip install 'strop[ifeval]'",
         )
-    load_detector()
     import nltk
 
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
@@ -63,37 +62,22 @@ class InstructionSpec(PublishedRows):
     name: Literal["rlvr-ifeval", "if-multi"]
 
 
-class InstructedRows(RowTask):
-    """Base of tasks whose prompts are texts with instructions; no right reply is known."""
+class InstructionTask(RowTask):
+    """Follow every instruction of the prompt. Reward: the share that is followed; right: all.
+
+    No right reply is known. A reply that only repeats the prompt follows none.
+    `format_ok`: the reasoning has an end, and a text follows it.
+    Metrics: `instructions_total`, `instructions_satisfied`.
+    """
+
+    def __init__(self, spec: PublishedRows, verifier: str = "instructions-6", **limits: Any) -> None:
+        load_detector()
+        super().__init__(spec, read_preset(spec.name), spec.source, verifier, max_goldless_frac=1.0, **limits)
 
     def to_example(self, row: Row) -> Example:
         """Read a row."""
         prompt, constraints = self.read(row)
         return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
-
-    @abstractmethod
-    def read(self, row: Row) -> tuple[str, list[Constraint]]:
-        """Return a row's prompt and instructions.
-
-        Raises: DataError naming the row, if it is malformed or an instruction cannot be judged.
-        """
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return none."""
-        return ()
-
-
-class InstructionTask(InstructedRows):
-    """Follow every instruction of the prompt. Reward: the share that is followed; right: all.
-
-    A reply that only repeats the prompt follows none.
-    `format_ok`: the reasoning has an end, and a text follows it.
-    Metrics: `instructions_total`, `instructions_satisfied`.
-    """
-
-    def __init__(self, spec: InstructionSpec) -> None:
-        load_detector()
-        super().__init__(spec, read_preset(spec.name), spec.source, "instructions-6", max_goldless_frac=1.0)
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the rule of every instruction.
@@ -115,10 +99,11 @@ class InstructionTask(InstructedRows):
         )
 
     def read(self, row: Row) -> tuple[str, list[Constraint]]:
-        """Read the published columns: `messages`, one of the user's, and `ground_truth` in one of its forms.
+        """Return a row's prompt and instructions, of `messages`, one of the user's, and `ground_truth`.
 
         Of RLVR-IFeval it is a table with `func_name` and arguments; of multi-constraint sets a table, in a
         list, with lists of instructions and of arguments.
+        Raises: DataError naming the row, if it is malformed or an instruction cannot be judged.
         """
         match row.values.get("messages"):
             case [{"role": "user", "content": str(prompt)}] if prompt.strip():
