@@ -233,15 +233,13 @@ def test_a_curriculum_is_measured_staged_and_trained_from_s3(
         options = ("--split", "train", "--samples", "2", "--write-order", order, "--out", folder / "evals")
         ended = run("eval", spec.model.uri, "--task", section["name"], *words, *options)
         assert ended.code == 0, (prefix, ended.err)
-        assert len(order.read_text().splitlines()) > 2
-    # It solves nothing, which no recipe would train on.
-    easy = [f"{prefix}.min_solved_frac=0" for prefix, _ in sections(spec)]
-    ended = run("stage", recipe, *easy, "--json")
+        assert len(order.read_text().splitlines()) > 1
+    ended = run("stage", recipe, "--json")
     assert ended.code == 0, ended.err
     advice = " ".join(one["advice"] for one in json.loads(ended.out) if one["advice"] is not None)
     # All but the orders is there under its own name.
     assert advice.count(" = ") == advice.count("order_file") == 2
-    ended = run("train", recipe, *easy, *tiny_steps(recipe, folder))
+    ended = run("train", recipe, *tiny_steps(recipe, folder))
     assert ended.code == 0, ended.err
     (path,) = finished(folder / "run").rollouts_files()
     ordered = (folder / "gsm8k-order.jsonl").read_text() + (folder / "math-order.jsonl").read_text()

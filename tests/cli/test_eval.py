@@ -141,8 +141,7 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
 def test_an_order_file_is_written_from_samples(run: Run, folder: Path, tiny_model_dir: Path) -> None:
     ended = evaluate(run, tiny_model_dir, "--limit", "3", "--samples", "2", "--write-order", "order.jsonl")
     assert ended.code == 0, ended.err
-    header, *rows = [json.loads(line) for line in (folder / "order.jsonl").read_text().splitlines()]
-    assert (header["task"], header["num_examples"]) == ("arithmetic", 3)
+    rows = [json.loads(line) for line in (folder / "order.jsonl").read_text().splitlines()]
     assert [row["num_samples"] for row in rows] == [2, 2, 2]
 
 

@@ -124,14 +124,7 @@ def test_examples_are_sorted_by_how_often_they_were_solved(tmp_path: Path) -> No
     )
     result = make_result(shares, sampled=sampled, num_samples=4)
     write_order(result, tmp_path / "order.jsonl")
-    header, *rows = [json.loads(line) for line in (tmp_path / "order.jsonl").read_text().splitlines()]
-    assert header == {
-        "task": "arithmetic",
-        "task_version": "v1",
-        "split": "held_out",
-        "model_digest": "m1",
-        "num_examples": 4,
-    }
+    rows = [json.loads(line) for line in (tmp_path / "order.jsonl").read_text().splitlines()]
     assert [(row["example_id"], row["solved_frac"], row["num_samples"]) for row in rows] == [
         ("c", 1.0, 4),
         ("a", 0.25, 4),
@@ -142,7 +135,7 @@ def test_examples_are_sorted_by_how_often_they_were_solved(tmp_path: Path) -> No
 
 def test_without_samples_the_greedy_reply_counts(tmp_path: Path) -> None:
     write_order(make_result({"a": 0.0, "b": 1.0}), tmp_path / "order.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "order.jsonl").read_text().splitlines()][1:]
+    rows = [json.loads(line) for line in (tmp_path / "order.jsonl").read_text().splitlines()]
     assert rows == [
         {"example_id": "b", "solved_frac": 1.0, "num_samples": 1},
         {"example_id": "a", "solved_frac": 0.0, "num_samples": 1},

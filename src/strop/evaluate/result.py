@@ -315,7 +315,7 @@ def refuse_invalid(result: EvalResult) -> None:
 
 
 def write_order(result: EvalResult, path: Path) -> None:
-    """Write the solved share of each example as JSON lines, the easiest first, behind a line about the task.
+    """Write the solved share of each example as JSON lines, the easiest first.
 
     Sampled rollouts count if there are any, greedy ones otherwise. Examples that could not be judged have
     `solved_frac` null and come last.
@@ -324,13 +324,6 @@ def write_order(result: EvalResult, path: Path) -> None:
     """
     refuse_invalid(result)
     score = result.greedy if result.sampled is None else result.sampled
-    header = {
-        "task": result.task,
-        "task_version": result.task_version,
-        "split": result.split.value,
-        "model_digest": result.model_digest,
-        "num_examples": result.num_examples,
-    }
     rows = [
         {"example_id": name, "solved_frac": one.solved_frac, "num_samples": one.num_judged}
         for name, one in sorted(
@@ -338,5 +331,5 @@ def write_order(result: EvalResult, path: Path) -> None:
             key=lambda item: (item[1].solved_frac is None, -(item[1].solved_frac or 0.0), item[0]),
         )
     ]
-    text = "".join(json.dumps(line) + "\n" for line in (header, *rows))
+    text = "".join(json.dumps(line) + "\n" for line in rows)
     write_bytes_atomically(path, text.encode())

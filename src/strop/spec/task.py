@@ -95,20 +95,6 @@ class TaskSection(Section):
         " each epoch.",
         json_schema_extra=expert("curricula order the examples"),
     )
-    min_solved_frac: Unhashed[float] = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="Skip examples of the order file that a smaller share of attempts solved.",
-        json_schema_extra=expert("examples that the model never solves teach nothing"),
-    )
-    max_solved_frac: Unhashed[float] = Field(
-        default=1.0,
-        ge=0.0,
-        le=1.0,
-        description="Skip examples of the order file that a larger share of attempts solved.",
-        json_schema_extra=expert("examples that the model always solves teach nothing"),
-    )
     agent: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
@@ -180,25 +166,6 @@ class TaskSection(Section):
                 "a text that ends a reply may stand among its thoughts",
                 allowed="texts that end a reply where the model is not told to think",
                 next_step="remove task.stop, or set task.thinking=off",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        bounds = {"task.min_solved_frac": self.min_solved_frac, "task.max_solved_frac": self.max_solved_frac}
-        if self.min_solved_frac > self.max_solved_frac:
-            raise SpecConflict(
-                bounds,
-                "no example is left to train on",
-                allowed="a lower bound that is at most the upper one",
-                next_step="swap the two values",
-            )
-        if self.order_file is None and (self.min_solved_frac, self.max_solved_frac) != (0.0, 1.0):
-            raise SpecConflict(
-                bounds,
-                "the solved share of an example is read from an order file, and none is named",
-                allowed="bounds together with task.order_file",
-                next_step="make a file with `strop eval --write-order` and name it in task.order_file",
             )
         return self
 
