@@ -51,7 +51,7 @@ class TaskSection(Section):
         ge=1,
         le=10**7,
         description="Most tokens sampled per reply, terminator included. A reply cut here is marked as"
-        " truncated. none = the task's own limit; a larger value is refused.",
+        " truncated. none = the task's own limit.",
     )
     max_too_long_frac: Unhashed[float] = Field(
         default=0.01,

@@ -25,9 +25,9 @@ class TaskLimits:
     """Limits of a reply, and the range of its reward."""
 
     max_reply_tokens: int
-    """Tokens that a reply may use: the most that a full solution needs, or less where a run says so."""
+    """Tokens that a reply may use: the most that a full solution needs, or what a run says."""
     full_reply_tokens: int | None = None
-    """The task's own budget if a run lowered `max_reply_tokens`, else None."""
+    """The task's own budget if a run set `max_reply_tokens`, else None."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a reply, in addition to the model's own terminator."""
     base_stop_strings: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class TaskLimits:
 
     @property
     def own_reply_tokens(self) -> int:
-        """The task's own budget, before a run lowered it."""
+        """The task's own budget, whatever a run set."""
         return self.full_reply_tokens or self.max_reply_tokens
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 from dataclasses import asdict, replace
 
-from strop.errors import ConfigError
 from strop.spec.base import NOT_HASHED
 from strop.spec.task import TaskSpec
 from strop.tasks.task import TaskLimits
@@ -32,8 +31,6 @@ def fit_limits(limits: TaskLimits, spec: TaskSpec) -> TaskLimits:
     """Apply `task.thinking`, `task.stop` and `task.max_reply_tokens` to a task's limits; keep its own limit.
 
     Thinking gets more tokens and no stop strings: thoughts may contain any text.
-
-    Raises: ConfigError if `task.max_reply_tokens` is larger than the task's own limit.
     """
     stop, own_tokens, asked = spec.stop, limits.max_reply_tokens, spec.max_reply_tokens
     if spec.thinking == "on":
@@ -42,10 +39,4 @@ def fit_limits(limits: TaskLimits, spec: TaskSpec) -> TaskLimits:
         limits = replace(limits, stop_strings=stop, base_stop_strings=())
     if asked is None:
         return replace(limits, max_reply_tokens=own_tokens)
-    if asked > own_tokens:
-        raise ConfigError(
-            f"task.max_reply_tokens={asked}",
-            allowed=f"1 to {own_tokens}, the task's own limit, or none for that limit",
-            next_step=f"set task.max_reply_tokens to {own_tokens} or leave it out",
-        )
     return replace(limits, max_reply_tokens=asked, full_reply_tokens=own_tokens)
