@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Outcome
+from strop.tasks.instructions.rules import load_detector
 from strop.tasks.instructions.tasks import Constraint, InstructionTask, judged_text, pair_constraints
 from strop.tasks.registry import import_extra
 from strop.tasks.rows.layout import Row, bad_row
@@ -128,6 +129,7 @@ def load_package(benchmark: str) -> Any:
             allowed=f"{PACKAGE} {RELEASE}, part of the extra 'ifeval'",
             next_step="pip install 'strop[ifeval]'",
         )
+    load_detector()
     import nltk
 
     try:
