@@ -14,7 +14,7 @@ from strop.audit.report import Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.tasks.code.extraction import fence
 from strop.tasks.failures import catch_failure, describe_failure
-from strop.tasks.judging import Judge, judge_as_attempted
+from strop.tasks.judging.judge import Judge, judge_as_attempted
 from strop.tasks.task import Task, is_within
 
 # Every threshold of the audit. A probe also allows the chance that the task declares, plus three standard

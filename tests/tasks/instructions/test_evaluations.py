@@ -20,15 +20,15 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Split
 from strop.tasks import Task, build_task
-from strop.tasks.instructions.evaluations import (
+from strop.tasks.instructions.rules import bind
+from strop.tasks.instructions.tasks import (
     NLTK_DATA,
     PACKAGE,
     RELEASE,
-    EvaluationSpec,
+    InstructionSpec,
     judge,
     load_package,
 )
-from strop.tasks.instructions.rules import bind
 from tests.fixtures.judging import verdict
 from tests.tasks.instructions.instruction_cases import BENCH_ARGUMENTS, GOOGLE_ARGUMENTS, Arguments
 from tests.tasks.instructions.test_tasks import Row, write
@@ -69,11 +69,11 @@ def two_parts(tmp_path: Path) -> str:
 
 
 def ifeval(source: str, **settings: Any) -> Task:
-    return build_task(EvaluationSpec(name="ifeval", source=source, **settings))
+    return build_task(InstructionSpec(name="ifeval", source=source, **settings))
 
 
 def ifbench(source: str) -> Task:
-    return build_task(EvaluationSpec(name="ifbench", source=source))
+    return build_task(InstructionSpec(name="ifbench", source=source))
 
 
 def last(task: Task) -> Example:
@@ -178,8 +178,8 @@ _WORKER = """
 import asyncio, time
 from strop.rollout import make_example
 from strop.tasks import build_warm_task
-from strop.tasks.instructions.evaluations import EvaluationSpec
-task = build_warm_task(EvaluationSpec(name="ifeval", source="unused.jsonl"))
+from strop.tasks.instructions.tasks import InstructionSpec
+task = build_warm_task(InstructionSpec(name="ifeval", source="unused.jsonl"))
 constraints = [
     {"id": "language:response_language", "arguments": {"language": "de"}},
     {"id": "length_constraints:number_sentences", "arguments": {"num_sentences": 2, "relation": "at least"}},

@@ -2,7 +2,7 @@
 
 25 are those of IFEval (arXiv:2311.07911), 29 those of multi-constraint sets (the columns of
 allenai/IF_multi_constraints_upto5, and arXiv:2507.02833), and one is the choice of RLVR-IFeval. All are own
-implementations and judge by the plain meaning of an instruction. The published verdicts (`evaluations.py`)
+implementations and judge by the plain meaning of an instruction. The published verdicts
 differ where the published rules reward nothing, depend on chance or miss that meaning: keywords are texts and
 not patterns, an argument of 0 stays 0, an undetected language is not the required one, a reply that merely
 avoids something must have content, a horizontal rule is no bullet and no paragraph, and marks of Markdown

@@ -5,7 +5,7 @@ forked from a process that has loaded the verifier, so starting one takes millis
 Not here: the verifiers (`tasks`), and running code that the model wrote (`sandbox`).
 """
 
-from strop.tasks.judging.judge import Judge, judge_as_attempted
+from strop.tasks.judging.judge import Judge
 from strop.tasks.judging.pool import WorkerPool
 
-__all__ = ["Judge", "WorkerPool", "judge_as_attempted"]
+__all__ = ["Judge", "WorkerPool"]
