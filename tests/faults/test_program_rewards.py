@@ -35,7 +35,7 @@ def judge(folder: Path, tests: Any, program: str) -> Outcome:
 TABLES = tomllib.loads(Path(__file__).with_name("program_rewards.toml").read_text())
 DOUBLE = "def double(x):\n    return 2 * x"
 QUICK = {
-    *("a list with a common variable", "an import", "unittest", "test functions", "changes in place"),
+    *("a list with a common variable", "an import", "test functions", "changes in place"),
     *("a class named like a module", "membership alone", "an exit where an exception is expected"),
     "a function as an argument",
 }

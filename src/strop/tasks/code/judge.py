@@ -127,8 +127,7 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
             next_step="rewrite the tests; the reply has no score",
         )
     counts = found.get("counts", {})
-    # Tests may have collected more of them, never fewer.
-    if sum(counts.values()) >= job.num_tests:
+    if sum(counts.values()) == job.num_tests:
         return _to_outcome(counts, isolation)
     own_error = result.kind is ExecKind.EXITED and 0 <= (result.exit_code or 0) <= _MAX_EXIT_CODE
     if not said or own_error:

@@ -406,15 +406,11 @@ class Session:
         assert is_same(got, expected) or (is_wrapped and is_same(got, expected[0]))
 
     def _statements(self, job: dict[str, Any]) -> Iterable[Test]:
-        """Yield the tests, which share a namespace with the candidate's names; then what they collect."""
+        """Return the tests, which share a namespace with the candidate's names."""
         # A test that does not compile is a fault of the data; it must not count as a wrong answer.
         compile(job["setup"], "<setup>", "exec")
         tests = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
-        if any("unittest" in test for test in job["tests"]):
-            # The tests' own call of it would end this process; their classes are run below.
-            vars(import_module("unittest"))["main"] = lambda *_, **__: None
-        yield from (partial(exec, test, self._names) for test in tests)
-        yield from _collect(self._names)
+        return [partial(exec, test, self._names) for test in tests]
 
 
 class Remote:
@@ -444,25 +440,6 @@ for _name in str.split("enter exit mro_entries instancecheck subclasscheck"):
 def _as_text(value: Any) -> str:
     """Return a text, which is a list of its lines in some rows."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _collect(names: dict[str, Any]) -> Iterable[Test]:
-    """Yield the test functions and classes of tests among some names, as pytest and unittest see them."""
-    unittest: Any = sys.modules.get("unittest")
-    for name, value in list(names.items()):
-        if unittest is not None and isinstance(value, type) and issubclass(value, unittest.TestCase):
-            suite = unittest.defaultTestLoader.loadTestsFromTestCase(value)
-            if suite.countTestCases():
-                yield partial(_run_suite, suite, unittest.TestResult())
-        is_test = name.startswith("test") and isinstance(value, types.FunctionType)
-        if is_test and value.__code__.co_argcount <= len(value.__defaults__ or ()):
-            yield value
-
-
-def _run_suite(suite: Any, result: Any) -> None:
-    suite.run(result)
-    assert result.wasSuccessful()
-    assert result.testsRun > len(result.skipped)
 
 
 # The candidate gets copies of arguments. A call whose result a test does not use is there for its effects:
