@@ -31,6 +31,7 @@ _OUTSIDE = frozenset(
     )
 )
 """Modules and names that concern the process of the tests, and exceptions that the judge does not pass on."""
+_FAILING = ast.Assert | ast.Raise
 
 
 def read_tests(answer: Any) -> JudgeJob:
@@ -84,7 +85,8 @@ def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
     used = [node for node in nodes if isinstance(node, ast.Name)]
     bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
     bound |= {node.id for node in used if isinstance(node.ctx, ast.Store)}
-    objects = {name for name in names if _is_class(name)}
+    classes = [name for name in names if name[0].isupper() and not name.isupper()]
+    objects = {*classes, *(f"{name}()" for name in classes)}
     calls = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
     objects |= {ast.unparse(one) for call in calls if _is_object(call.value, objects) for one in call.targets}
     for node in nodes:
@@ -92,77 +94,65 @@ def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
             yield f"{fault} ({ast.unparse(node).splitlines()[0][:80]})"
     loaded = {node.id for node in used if isinstance(node.ctx, ast.Load)}
     idle = [one for one in tree.body if isinstance(one, Definition) and one.name not in loaded]
-    yield from (
-        f"nothing runs {one.name}"
-        for one in idle
-        if one.name.startswith(("setup_", "teardown_")) or (_can_fail(one.body) and not _is_test(one))
-    )
-    if not _can_fail(tree.body):
+    for one in idle:
+        if not _is_test(one) and (one.name.startswith(("setup_", "teardown_")) or has(one, _FAILING)):
+            yield f"nothing runs {one.name}"
+    if not has(tree, _FAILING):
         yield "they assert nothing"
 
 
 def _look_at(node: ast.AST, bound: set[str], objects: set[str]) -> Iterator[str]:
     """Yield what is not there in the process of the tests, or lets a failed test pass."""
-    operands: list[ast.expr] = []
     match node:
         case ast.Import(names=found) | ast.ImportFrom(names=found):
-            module = f"{'.' * node.level}{node.module or ''}" if isinstance(node, ast.ImportFrom) else ""
-            places = {module, *(f"{module}.{one.name}".removeprefix(".") for one in found)} - {""}
+            module = getattr(node, "module", "") or ""
+            places = {f"{module}.{one.name}".strip(".") for one in found}
             roots = {place.partition(".")[0] for place in places}
-            if not roots <= sys.stdlib_module_names or (places | roots) & _OUTSIDE:
-                yield "they import what is not there or not theirs; the program's names need no import"
-            if found[0].name == "*" and module not in _STAR_MODULES:
-                yield "they import * from another module than " + ", ".join(_STAR_MODULES)
-        case ast.Name() | ast.Attribute() if ast.unparse(node) in _OUTSIDE - bound:
-            yield "they use what concerns the process of the tests"
-        case ast.Attribute(attr=attr) if attr.startswith("__") and attr != "__init__":
-            yield "they read what each object has, those of the judge too"
+            is_there = roots <= sys.stdlib_module_names and not getattr(node, "level", 0)
+            is_known = found[0].name != "*" or module in _STAR_MODULES
+            if not (is_there and is_known) or (places | roots) & _OUTSIDE:
+                yield f"they import what is not there or not theirs, or * not of {', '.join(_STAR_MODULES)}"
+        case ast.Name() | ast.Attribute():
+            text = ast.unparse(node)
+            if text in _OUTSIDE - bound or re.search(r"\.__(?!init__$)\w*$", text):
+                yield "they use what concerns the process of the tests"
         case ast.Assert(test=ast.Tuple(elts=[_, *_])):
             yield "an assertion of a tuple always holds"
-        case ast.Try(body=body, handlers=handlers) if _can_fail(body):
-            quiet = [one.type for one in handlers if not _can_fail(one.body)]
-            caught = [ast.unparse(kind) if kind else "Exception" for kind in quiet]
-            if re.search(r"\b(Exception|AssertionError)\b", " ".join(caught)):
+        case ast.ExceptHandler(type=ast.expr() as kind):
+            if not _names_in(kind) <= vars(builtins).keys():
+                yield "they expect an exception that is no built-in one"
+        case ast.Try(body=body, handlers=handlers):
+            quiet = [one.type for one in handlers if not has(one, _FAILING)]
+            caught = {name for kind in quiet for name in _names_in(kind)}
+            if caught & {"Exception", "AssertionError", ""} and any(has(one, _FAILING) for one in body):
                 yield "a failing assertion is caught"
-        case ast.ExceptHandler(type=ast.expr() as kind) if not _are_built_in(kind):
-            yield "they expect an exception that is no built-in one"
         case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]):
-            known = [
-                isinstance(one, ast.Constant) or ast.unparse(one) in dir(builtins) for one in (left, right)
-            ]
-            if not any(known):
+            if not any(
+                isinstance(one, ast.Constant) or ast.unparse(one) in vars(builtins) for one in (left, right)
+            ):
                 yield "they ask whether a value is the same one, and values are copied"
         case ast.Compare() | ast.BinOp() | ast.AugAssign():
             operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-    is_plain = any(isinstance(one, ast.Constant) for one in operands)
-    # A class may have a plain member.
-    if any(_is_object(one, objects) for one in operands if not (is_plain and isinstance(one, ast.Attribute))):
-        yield "an operator of the program's own class decides; compare its plain values"
-
-
-def _is_class(name: str) -> bool:
-    return name[0].isupper() and not name.isupper()
+            if any(isinstance(one, ast.Constant) for one in operands):
+                # A class may have a plain member.
+                operands = [one for one in operands if not isinstance(one, ast.Attribute)]
+            if any(_is_object(one, objects) for one in operands):
+                yield "an operator of the program's own class decides; compare its plain values"
 
 
 def _is_object(node: ast.expr, objects: set[str]) -> bool:
     """Whether an expression is a class of the program's, made or read of one, or holds such an object."""
     match node:
         case ast.Call(func=ast.Name(id=name)) | ast.Attribute(value=ast.Name(id=name)):
-            return (name in objects and _is_class(name)) or ast.unparse(node) in objects
+            return f"{name}()" in objects or ast.unparse(node) in objects
         case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return any(_is_object(item, objects) for item in items)
     return ast.unparse(node) in objects
 
 
-def _are_built_in(kind: ast.expr) -> bool:
-    """Whether an expression names built-in classes of exceptions, which are passed on."""
-    found = [getattr(builtins, name, None) for name in re.findall(r"[\w.]+", ast.unparse(kind))]
-    return all(isinstance(one, type) and issubclass(one, Exception) for one in found)
-
-
-def _can_fail(statements: list[ast.stmt]) -> bool:
-    """Whether some statements assert something, or raise."""
-    return any(has(one, ast.Assert | ast.Raise) for one in statements)
+def _names_in(kind: ast.expr | None) -> set[str]:
+    """Return the names of classes of exceptions; '' if anything is caught."""
+    return {ast.unparse(one) for one in getattr(kind, "elts", [kind])} if kind else {""}
 
 
 def _is_test(node: Definition) -> bool:

@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, partialmethod
 from importlib import import_module
-from itertools import zip_longest
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -47,7 +46,6 @@ _LOAD, _RUN = 0, 1
 _PR_SET_DUMPABLE = 4
 _MAX_OUTPUT_BYTES = 8 << 20
 _MAX_MESSAGE_BYTES = 32 << 20
-_MAX_ERROR_CHARS = 1000
 _MAX_DIGITS = 100_000
 """Longer numbers of the candidate's would take minutes to read, uninterruptibly."""
 _REL_TOLERANCE = 1e-6
@@ -98,25 +96,26 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
 
     Raises: RecursionError if a value contains itself; any exception of `refer`.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, int | float | str):
+        # Of a subclass, `json` writes the plain value.
         return value
     if isinstance(value, type):
-        return ["type", value.__name__] if value in _TYPES else refer(value)
+        return ["type", value.__name__] if _TYPES.get(value.__name__) is value else refer(value)
     if isinstance(value, tuple) and (names := getattr(type(value), "_fields", None)):
         named = type(value).__name__, list(names), *tuple.__iter__(value)
         return ["named", *(encode(part, refer) for part in named)]
+    parts: Iterable[Any]
     kinds: tuple[Any, ...] = type(value).__mro__
     for kind in kinds:
         # The methods of the plain type are called, because a subclass may override them.
-        name, parts = kind.__name__, None
-        if kind in _PLAIN:
-            return _PLAIN[kind](value)
-        if _MODULES.get(name) == kind.__module__:
-            parts = kind.__reduce__(value)[1]
-        elif name in _FORMS and kind.__module__ == "builtins":
-            parts = _FORMS[name][0](value)
-        if parts is not None:
-            return [name, *(encode(part, refer) for part in parts)]
+        name = kind.__name__
+        if name in _LISTED and kind.__module__ == "builtins":
+            parts = dict.items(value) if kind is dict else kind.__iter__(value)
+        elif kind.__module__ == _MODULES.get(name):
+            parts = (value.real, value.imag) if kind is complex else kind.__reduce__(value)[1]
+        else:
+            continue
+        return [name, *(encode(part, refer) for part in parts)]
     return refer(value)
 
 
@@ -127,32 +126,29 @@ def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
     """
     if not isinstance(data, list):
         return data
-    tag, *parts = data
+    tag, *forms = data
     if tag == "ref":
-        return resolve(*parts)
-    make = getattr(import_module(_MODULES[tag]), tag) if tag in _MODULES else _FORMS[tag][1]
-    return make(*(decode(part, resolve) for part in parts))
+        return resolve(*forms)
+    parts = [decode(form, resolve) for form in forms]
+    if tag == "named":
+        return namedtuple(*parts[:2])(*parts[2:])
+    if tag == "type":
+        return _TYPES[parts[0]]
+    if tag in _LISTED:
+        return _LISTED[tag](parts)
+    return getattr(import_module(_MODULES[tag]), tag)(*parts)
 
 
-_TYPES = {one for one in vars(builtins).values() if isinstance(one, type)}
-_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__pos__, float: float.__pos__, str: str.__str__}
-_FORMS: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
-    "list": (list.__iter__, lambda *items: list(items)),
-    "tuple": (tuple.__iter__, lambda *items: items),
-    "named": (tuple.__iter__, lambda name, names, *items: namedtuple(name, names)(*items)),
-    "dict": (dict.items, lambda *pairs: dict(pairs)),
-    "bytes": (lambda value: [bytes.hex(value)], bytes.fromhex),
-    "complex": (lambda value: (value.real, value.imag), complex),
-    "type": (lambda value: [value.__name__], {one.__name__: one for one in _TYPES}.__getitem__),
-}
-"""By type: its parts, and the function that makes it of them."""
+_TYPES = {one.__name__: one for one in vars(builtins).values() if isinstance(one, type)}
+_LISTED: dict[str, Any] = {one.__name__: one for one in (list, tuple, dict, bytes)}
+"""Types that are made of a list of their parts."""
 _MODULES = {
-    **dict.fromkeys(("set", "frozenset", "bytearray", "range"), "builtins"),
+    **dict.fromkeys(("set", "frozenset", "bytearray", "range", "complex"), "builtins"),
     **dict.fromkeys(("date", "datetime", "time", "timedelta"), "datetime"),
     "Decimal": "decimal",
     "Fraction": "fractions",
 }
-"""Modules of types whose `__reduce__` gives the arguments that make the value again."""
+"""Modules of types that are made of arguments, which `__reduce__` gives."""
 
 
 # The candidate's side.
@@ -222,11 +218,9 @@ def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[s
 def _describe_raised(error: BaseException) -> Any:
     """Return the name of a built-in class of exceptions, and arguments with which it reads as this one."""
     kind = next(one for one in type(error).__mro__ if one is vars(builtins).get(one.__name__))
-    for is_text in (False, True):
-        with suppress(BaseException):
-            arguments = (str(error)[:_MAX_ERROR_CHARS],) if is_text else error.args
-            if str(kind(*arguments)) == str(error):
-                return encode(("raised", kind.__name__, arguments), _refuse)
+    with suppress(BaseException):
+        arguments = error.args if str(kind(*error.args)) == str(error) else (str(error),)
+        return encode(("raised", kind.__name__, arguments), _refuse)
     return encode(("raised", kind.__name__, ()), _refuse)
 
 
@@ -482,8 +476,8 @@ def is_same(got: Any, expected: Any) -> bool:
 
 def is_same_output(got: str, expected: str) -> bool:
     """Compare word by word, and numbers by their value. White space may differ."""
-    pairs = zip_longest(got.split(), expected.split(), fillvalue="")
-    return all(ours == theirs or is_same(_read_word(ours), _read_word(theirs)) for ours, theirs in pairs)
+    ours, theirs = got.split(), expected.split()
+    return ours == theirs or is_same([*map(_read_word, ours)], [*map(_read_word, theirs)])
 
 
 def _read_word(word: str) -> int | float | str:
