@@ -5,26 +5,27 @@ A TOML file of `presets` says of each data set where its files are and how its p
 
 from __future__ import annotations
 
+import builtins
 import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from itertools import chain
+from typing import Literal
 
 from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec.task import CodeTaskSection
+from strop.spec.template import fill, list_names
 from strop.tasks.code.extraction import (
     WALL_S,
     Import,
     fence,
     judge_reply,
-    parse,
     scope_of,
     statements_of,
     used_names,
 )
 from strop.tasks.code.judge import JudgeJob
 from strop.tasks.code.row_tests import read_table
-from strop.tasks.rows.layout import Row, bad_row
+from strop.tasks.rows.layout import DataSet, Row, bad_row
 from strop.tasks.rows.row_task import PublishedRows, RowTask, read_preset, text_of
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0
@@ -76,58 +77,38 @@ class CodeTask(RowTask):
             return ()
         return fence(example.fields.get("head", "") + example.answer), example.answer + self._data.ending
 
-    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        """Return the fields of an example, and its shown tests as one text."""
-        shown = example.fields.get("tests", [])[: example.fields.get("num_shown")]
-        return {**example.fields, "tests": "\n".join(shown)}
-
     def to_example(self, row: Row) -> Example | str:
         """Read a row in the schema of its data set."""
-        return {"mbpp": _to_mbpp, "humaneval": _to_humaneval, "apps": _to_apps}[self.name](row)
+        return _to_example(row, self.name, self._data) if self._data.tests else _to_apps(row)
 
 
-def _to_mbpp(row: Row) -> Example:
-    text, code = text_of(row, "text"), text_of(row, "code").replace("\r\n", "\n")
-    shown, hidden = _texts(row, "test_list"), _texts(row, "challenge_test_list")
-    setup = text_of(row, "test_setup_code", "").replace("\r\n", "\n")
-    defined = scope_of(code).binds - scope_of(statements_of(code, Import)).binds
-    in_tests = used_names("\n".join(shown))
-    if defined.isdisjoint(in_tests):
+def _to_example(row: Row, task: str, data: DataSet) -> Example:
+    """Read a row whose tests are statements; what they use of the reference, the program must define."""
+    needed = [*data.fields.values(), str(data.answer)]
+    columns = dict.fromkeys([*needed, *list_names("".join([data.head, data.setup, *data.tests]))])
+    texts = {one: text_of(row, one, None if one in needed else "").replace("\r\n", "\n") for one in columns}
+    shown, *hidden = ([fill(one, texts)] if "{" in one else _texts(row, one) for one in data.tests)
+    code, own, tests = texts[str(data.answer)], fill(data.setup, texts), [*shown, *chain(*hidden)]
+    head, setup = fill(data.head, texts) or statements_of(own, Import), statements_of(code, Import) + own
+    defined = scope_of(head + code).binds - scope_of(statements_of(head + code, Import)).binds
+    asked, beside = scope_of("\n".join(shown)), scope_of(setup)
+    called = used_names("\n".join(shown)), used_names("\n".join(tests)), sorted(beside.reads - beside.binds)
+    known = {*dir(builtins), *defined, *asked.binds, *beside.binds}
+    if defined.isdisjoint(asked.reads) or not (asked.reads <= known or "*" in beside.binds):
         raise bad_row(
-            f"{row.place}: the tests use {list(in_tests)[:5]}, and its code defines {sorted(defined)[:5]}",
-            allowed="at least one test of a name that `code` defines, in Python",
-        )
-    used = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
-    fields = {
-        "text": text,
-        "head": statements_of(setup, Import),
-        "names": [name for name in used if name in defined],
-        "setup": statements_of(code, Import) + setup,
-        "tests": [*shown, *hidden],
-        "num_tests": len(shown) + len(hidden),
-        "num_shown": len(shown),
-    }
-    return make_example("mbpp", fields, code)
-
-
-def _to_humaneval(row: Row) -> Example:
-    columns = ("prompt", "canonical_solution", "test", "entry_point")
-    prompt, body, test, name = (text_of(row, column) for column in columns)
-    if not (name in scope_of(prompt).binds and "check" in scope_of(test).binds and parse(prompt + body)):
-        raise bad_row(
-            f"{row.place}: `prompt` does not begin the function {name}, `canonical_solution` does"
-            " not complete it, or `test` defines no function check",
-            allowed="Python in all three",
+            f"{row.place}: tests use {sorted(asked.reads)[:5]}, {data.answer} defines {sorted(defined)[:5]}",
+            allowed=f"Python in {', '.join(columns)}, and tests of a name that {data.answer} defines",
         )
     fields = {
-        "prompt": prompt.strip("\n"),
-        "head": prompt,
-        "names": [name],
-        "setup": f"{prompt}\n\n{test}",
-        "tests": [f"check({name})"],
-        "num_tests": 1,
+        **{name: texts[column].strip("\n") for name, column in data.fields.items()},
+        "head": head,
+        "names": [name for name in dict.fromkeys(chain(*called)) if name in defined],
+        "setup": setup,
+        "tests": tests,
+        "num_tests": len(tests),
+        "shown": "\n".join(shown),
     }
-    return make_example("humaneval", fields, body)
+    return make_example(task, fields, code)
 
 
 def _to_apps(row: Row) -> Example | str:

@@ -80,6 +80,11 @@ class DataSet(BaseModel):
     """Where in the column it stands."""
     reward: Literal["number", "marked-number", "math", "letter"] | None = None
     """How it is compared, by `graders`, if the run names no rewards."""
+    tests: tuple[str, ...] = ()
+    """Statements that test a program: a text with columns, or a column with a list. The first are shown."""
+    head: str = ""
+    setup: str = ""
+    """Texts with columns: code that begins the program, and code beside the tests."""
     prompt: str = "{prompt}"
     """What is asked in a chat: a column of texts or of messages, or a template of fields."""
     base_prompt: str | None = None
