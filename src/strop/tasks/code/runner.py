@@ -41,8 +41,6 @@ from typing import Any, NoReturn
 PACKAGES_DIR = "/packages"
 """Mount point in the sandbox of the packages that a task allows; it holds nothing else."""
 RESULTS = PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
-_LOAD, _RUN = 0, 1
-"""References of the two functions that the candidate's process has from the start."""
 _PR_SET_DUMPABLE = 4
 _MAX_OUTPUT_BYTES = 8 << 20
 _MAX_MESSAGE_BYTES = 32 << 20
@@ -167,21 +165,20 @@ def serve(connection: Any) -> NoReturn:
         # If memory runs out, the kernel kills this process and not the runner.
         file.write("1000")
     sys.path.append(PACKAGES_DIR)
-    objects: list[Any] = [load_program, _run_program]
+    objects: list[Any] = []
 
     def refer(value: Any) -> Any:
         objects.append(value)
         return ["ref", len(objects) - 1]
 
     while True:
-        operation, target, *rest = _receive(connection)
+        operation, *rest = _receive(connection)
         try:
             arguments, keywords = (decode(part, objects.__getitem__) for part in rest)
-            apply: Any = vars(builtins).get(operation) or getattr(operator, operation, _call_for_effects)
-            value = apply(objects[target], *arguments, **keywords)
-            reply = encode(("value", value), refer)
+            apply = {**vars(operator), **vars(builtins), **globals()}[operation]
+            reply = encode(("value", apply(*arguments, **keywords)), refer)
         except BaseException as error:
-            reply = _describe_raised(error)
+            reply = encode(_describe_raised(error), refer)
         _send(connection, reply)
 
 
@@ -215,26 +212,22 @@ def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[s
     return dict.fromkeys(names) | objects
 
 
-def _describe_raised(error: BaseException) -> Any:
+def _describe_raised(error: BaseException) -> tuple[str, str, Any]:
     """Return the name of a built-in class of exceptions, and arguments with which it reads as this one."""
     kind = next(one for one in type(error).__mro__ if one is vars(builtins).get(one.__name__))
+    arguments: tuple[Any, ...] = ()
     with suppress(BaseException):
         arguments = error.args if str(kind(*error.args)) == str(error) else (str(error),)
-        return encode(("raised", kind.__name__, arguments), _refuse)
-    return encode(("raised", kind.__name__, ()), _refuse)
+    return "raised", kind.__name__, arguments
 
 
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"a {type(value).__name__} has no plain form")
-
-
-def _call_for_effects(target: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+def call_for_effects(target: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> list[Any]:
     """Call a function for what it does to its arguments, and return them."""
     target(*arguments, **keywords)
-    return arguments
+    return [*arguments, *keywords.values()]
 
 
-def _run_program(source: str, stdin: str) -> tuple[int, str]:
+def run_program(source: str, stdin: str) -> tuple[int, str]:
     """Run a program in a fork of this process; return its exit code and its output."""
     files = [os.memfd_create(name) for name in ("input", "output")]
     os.write(files[0], stdin.encode("utf-8", "surrogatepass"))
@@ -312,8 +305,8 @@ class Session:
         self._names = module.__dict__
         """The namespace of the tests, with the candidate's objects."""
 
-    def ask(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
-        """Apply an operation to an object of the candidate, and return the result.
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        """Have the candidate's process call a function of this module, `builtins` or `operator`.
 
         Raises: Ended; the exception that the candidate raised.
         """
@@ -323,7 +316,7 @@ class Session:
         try:
             self._socket.settimeout(max(self._until - time.monotonic(), 0.001))
             forms = [encode(part, self._refer) for part in (arguments, keywords)]
-            _send(self._connection, [operation, target, *forms])
+            _send(self._connection, [operation, *forms])
             kind, *found = decode(_receive(self._connection), partial(Remote, self))
             if kind == "raised":
                 raised = vars(builtins)[found[0]]
@@ -376,7 +369,7 @@ class Session:
     def _load(self, source: str, names: list[str], setup: str, input_output: str, **_: Any) -> None:
         """Load the candidate, and define its names for the tests. Raises: Ended."""
         try:
-            found = self.ask("call", _LOAD, source, names, bool(input_output))
+            found = self.ask("load_program", source, names, bool(input_output))
             objects = {name: found[name] for name in names}
         except Exception as error:
             self._end = Ended(ERRORED)
@@ -387,7 +380,7 @@ class Session:
         self._names.update(objects)
 
     def _run_program(self, stdin: Any, expected: Any) -> None:
-        exit_code, output = self.ask("call", _RUN, self._job["source"], _as_text(stdin))
+        exit_code, output = self.ask("run_program", self._job["source"], _as_text(stdin))
         if exit_code != 0:
             raise ChildProcessError
         assert is_same_output(output, _as_text(expected))
@@ -418,8 +411,8 @@ class Remote:
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_reference", reference)
 
-    def _ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._session.ask(operation, self._reference, *arguments, **keywords)
+    def _ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        return self._session.ask(operation, self, *arguments, **keywords)
 
     def _refuse(self, *_: Any) -> NoReturn:
         self._session.refuse("they need the program's own class, which is no plain value")
@@ -450,11 +443,12 @@ def _compile(test: str, name: str) -> CodeType:
     return code
 
 
-def _call_in_place(target: Any, *arguments: Any, **keywords: Any) -> None:
+def _call_in_place(target: Any, /, *arguments: Any, **keywords: Any) -> None:
     if not isinstance(target, Remote):
         target(*arguments, **keywords)
         return
-    for mine, after in zip(arguments, target._ask("call_for_effects", *arguments, **keywords), strict=True):
+    changed = target._ask("call_for_effects", *arguments, **keywords)
+    for mine, after in zip([*arguments, *keywords.values()], changed, strict=True):
         if isinstance(mine, list | bytearray):
             mine[:] = after
         elif isinstance(mine, dict | set):
