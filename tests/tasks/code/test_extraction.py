@@ -78,12 +78,9 @@ def test_a_word_is_no_code(text: str) -> None:
     assert extract_python(text) is None
 
 
-def test_comments_stay_later_parts_correct_and_a_text_longer_than_any_reply_is_no_code() -> None:
+def test_comments_stay_and_a_text_longer_than_any_reply_is_no_code() -> None:
     code = "# Twice.\ndef f(x):\n    return 2 * x  # fast"
     assert extract_python(f"{F}\n{code}\n{F}\n{F}\nprint(f(2))\n{F}", ("f",)) == code
-    parts = ["class P: n = 1\ndef f(p): return 0", "def f(p): return p.n"]
-    found = extract_python("\n".join(f"{F}python\n{part}\n{F}" for part in parts), ("P", "f"))
-    assert (found or "").endswith("return p.n")
     assert extract_python(code + "\n" + "#" * MAX_CODE_CHARS, ("f",)) is None
 
 

@@ -32,7 +32,7 @@ _MAX_WALL_S, _TEST_S = 60.0, 3.0
 """Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
 _MAX_TESTS_BYTES = 8 << 20
 """Few problems have larger tests, which each verdict sends to a sandbox."""
-_VERIFIER = "python-programs-3"
+_VERIFIER = "python-programs-4"
 
 
 class CodeSpec(CodeTaskSection, PublishedRows):

@@ -47,9 +47,9 @@ _MARK = re.compile(
 """What stands between pieces: a fence on its own line or behind other text, or a tag."""
 _INLINE = re.compile(r"(?<!`)(`{1,3})(?:(?:python3?|py)\s)?([^`\n]+)\1(?!`)")
 _ANSWERS = re.compile(r"<(answer|final_answer|solution)>(.*?)(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
-_SESSION_LINE = re.compile(r"^[ \t]*(?:>>>|\.\.\.)(?: (.*)|)$", re.MULTILINE)
+_MARKED_LINE = re.compile(r"^[ \t]*(?:>>>|\.\.\.|>)(?: (.*)|)$", re.MULTILINE)
+"""Of a session of the interpreter, or of a quotation."""
 _SHELL_LINE = re.compile(r"^[!%].*\n?", re.MULTILINE)
-_QUOTE = re.compile(r"^[ \t]*> ?", re.MULTILINE)
 _INNER_LINE = re.compile(r"[ \t)\]}#]|(?:else|elif|except|finally)\b|\"\"\"|'''|\Z")
 _READS, _PRINTS = re.compile(r"\b(?:input|stdin|fileinput)\b|open\(0"), re.compile(r"\b(?:print|stdout)\b")
 
@@ -69,8 +69,11 @@ def extract_python(text: str, names: Sequence[str] = (), head: str = "") -> str 
     # What stands in tags of an answer decides: it is read again, behind the others.
     tagged = [match[2] for match in _ANSWERS.finditer(answer)]
     pieces = list(_split("\n<answer>\n".join([answer, *tagged[-_MAX_CUTS:]])))
-    bodies = [_complete(head, piece, names[0]) for piece, _ in reversed(pieces) if head]
-    return _assemble([*bodies, *inline, answer, *(code for _, code in pieces)], names)
+    # A body may have lost its indentation, or that of its first line.
+    bodies = [_strip(piece) for piece, _ in reversed(pieces) if head]
+    forms = [form for body in bodies for form in (f"    {body.lstrip(' ')}", textwrap.indent(body, "    "))]
+    wholes = [code for form in forms if _rank_of(code := find_code(head + form), names[0]) == _WHOLE]
+    return _assemble([*wholes, *inline, answer, *(code for _, code in pieces)], names)
 
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
@@ -99,10 +102,9 @@ def _split(text: str) -> Iterator[tuple[str, str]]:
 
 def _repair(piece: str) -> str | None:
     """Return code that compiles; there may be lines for a shell, or a session or a quotation."""
-    forms = [piece, textwrap.dedent(piece), _SHELL_LINE.sub("", piece), _QUOTE.sub("", piece)]
     # Docstrings have such lines, too.
-    forms += ["\n".join(_SESSION_LINE.findall(piece))] if piece.lstrip().startswith(">>>") else []
-    for form in map(_strip, forms):
+    marked = "\n".join(_MARKED_LINE.findall(piece)) if piece.lstrip().startswith(">") else piece
+    for form in map(_strip, (piece, textwrap.dedent(piece), _SHELL_LINE.sub("", piece), marked)):
         if parse(form) and (form or not piece.strip()):
             return form
     return None
@@ -114,17 +116,6 @@ def _strip(code: str) -> str:
 
 def _is_code(code: str) -> bool:
     return any(map(does_something, body_of(code)))
-
-
-def _complete(head: str, piece: str, name: str) -> str:
-    """Return the start of a function, up to its docstring, with its body; '' if that is no such code.
-
-    A body that lost its indentation, or that of its first line, is indented.
-    """
-    body = _strip(piece)
-    bodies = [body] if body.startswith(" ") else [textwrap.indent(body, "    "), f"    {body}"]
-    programs = [find_code(head + body) for body in bodies]
-    return next((one for one in programs if _rank_of(one, name) == _WHOLE), "")
 
 
 def find_code(text: str) -> str:
@@ -173,10 +164,10 @@ def _assemble(codes: Sequence[str], names: Sequence[str]) -> str | None:
         rank = _rank_of(blocks[main], names[0]) if names else 0
         if names and rank <= best_rank:
             continue
-        needed, corrections = _find_needed(blocks, main, names)
+        needed = _find_needed(blocks, main)
         # A statement that raises does no harm beside a tested name, and a whole program must not print twice.
         texts = [blocks[one] if names else statements_of(blocks[one], _Binding) for one in needed]
-        code = join_code(*texts, *(blocks[one] for one in (main, *corrections)))
+        code = join_code(*texts, blocks[main])
         acting = [node for node in body if not isinstance(node, Definition) and has(node, ast.Call)]
         if not names and acting and _PRINTS.search(code):
             rank = 3 - bool(needed) if _READS.search(code) else 1
@@ -185,30 +176,22 @@ def _assemble(codes: Sequence[str], names: Sequence[str]) -> str | None:
     return best
 
 
-def _find_needed(blocks: Mapping[int, str], main: int, names: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the blocks that a block needs, and those that correct it.
+def _find_needed(blocks: Mapping[int, str], main: int) -> list[int]:
+    """Return the blocks that a block needs, in order.
 
-    A name that it lacks has the value of the last block before it that binds it; else of the last one. A
-    later block of nothing but definitions of names in `main`, but for the tested one, corrects these.
+    A name that it lacks has the value of the last block before it that binds it; else of the last one.
     """
     scopes = {block: scope_of(code) for block, code in blocks.items()}
-    own = scopes[main].binds
-    corrections = [
-        block
-        for block in blocks
-        if block > main and scopes[block].binds <= own - set(names[:1])
-        if all(isinstance(one, Definition) for one in body_of(blocks[block]))
-    ]
-    found = [main, *corrections]
+    found = [main]
     for block in found:
-        for name in scopes[block].reads - scopes[block].binds - own - set(dir(builtins)):
+        for name in scopes[block].reads - scopes[block].binds - scopes[main].binds - set(dir(builtins)):
             fitting = [
                 (name in scope.binds, one < main, one)
                 for one, scope in scopes.items()
                 if {name, "*"} & scope.binds
             ]
             found += {max(fitting, default=(main,))[-1]} - set(found)
-    return sorted(found[1 + len(corrections) :]), corrections
+    return sorted(found[1:])
 
 
 def join_code(*texts: str) -> str:
@@ -219,7 +202,11 @@ def join_code(*texts: str) -> str:
 
 def statements_of(code: str, kinds: Any) -> str:
     """Return the statements of some kinds at the top level of some code; none if it is no Python."""
-    return "".join(f"{ast.unparse(node)}\n" for node in body_of(code) if isinstance(node, kinds))
+    try:
+        return "".join(f"{ast.unparse(node)}\n" for node in body_of(code) if isinstance(node, kinds))
+    except RecursionError:
+        # Sums of hundreds of terms are not written again.
+        return code
 
 
 def used_names(code: str) -> tuple[str, ...]:
