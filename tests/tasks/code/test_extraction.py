@@ -14,12 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.tasks.code.extraction import (
-    MAX_CODE_CHARS,
-    extract_python,
-    join_code,
-    parse,
-)
+from strop.tasks.code.extraction import MAX_CODE_CHARS, extract_python, join_code, parse
 from strop.tasks.code.runner import load_program
 from tests.tasks.code.test_humaneval import SQUARES
 

@@ -84,23 +84,27 @@ class CodeTask(RowTask):
 
 def _to_example(row: Row, task: str, data: DataSet) -> Example:
     """Read a row whose tests are statements; what they use of the reference, the program must define."""
-    needed = [*data.fields.values(), str(data.answer)]
-    columns = dict.fromkeys([*needed, *list_names("".join([data.head, data.setup, *data.tests]))])
-    texts = {one: text_of(row, one, None if one in needed else "").replace("\r\n", "\n") for one in columns}
+    # The prompt shows tests beside columns.
+    asked = [name for name in list_names(data.prompt) if name != "shown"]
+    texts = {
+        name: text_of(row, name, "") for name in list_names(data.head + data.setup + "".join(data.tests))
+    }
+    texts |= {name: text_of(row, name) for name in (*asked, str(data.answer))}
+    texts = {name: text.replace("\r\n", "\n") for name, text in texts.items()}
     shown, *hidden = ([fill(one, texts)] if "{" in one else _texts(row, one) for one in data.tests)
     code, own, tests = texts[str(data.answer)], fill(data.setup, texts), [*shown, *chain(*hidden)]
     head, setup = fill(data.head, texts) or statements_of(own, Import), statements_of(code, Import) + own
     defined = scope_of(head + code).binds - scope_of(statements_of(head + code, Import)).binds
-    asked, beside = scope_of("\n".join(shown)), scope_of(setup)
+    first, beside = scope_of("\n".join(shown)), scope_of(setup)
     called = used_names("\n".join(shown)), used_names("\n".join(tests)), sorted(beside.reads - beside.binds)
-    known = {*dir(builtins), *defined, *asked.binds, *beside.binds}
-    if defined.isdisjoint(asked.reads) or not (asked.reads <= known or "*" in beside.binds):
+    known = {*dir(builtins), *defined, *first.binds, *beside.binds}
+    if defined.isdisjoint(first.reads) or not (first.reads <= known or "*" in beside.binds):
         raise bad_row(
-            f"{row.place}: tests use {sorted(asked.reads)[:5]}, {data.answer} defines {sorted(defined)[:5]}",
-            allowed=f"Python in {', '.join(columns)}, and tests of a name that {data.answer} defines",
+            f"{row.place}: tests use {sorted(first.reads)[:5]}, {data.answer} defines {sorted(defined)[:5]}",
+            allowed=f"Python in {', '.join(texts)}, and tests of a name that {data.answer} defines",
         )
     fields = {
-        **{name: texts[column].strip("\n") for name, column in data.fields.items()},
+        **{name: texts[name].strip("\n") for name in asked},
         "head": head,
         "names": [name for name in dict.fromkeys(chain(*called)) if name in defined],
         "setup": setup,

@@ -42,7 +42,6 @@ def counts(verdict: Outcome) -> tuple[float, ...]:
 
 
 HONEST = {
-    "number": ("def f(x): return x + 1", "assert f(1) == 2 and f(x=2) == 3"),
     "keywords of all names": (
         "def f(target, operation, self):\n  target.append(operation)\n  return target",
         "xs = []\nf(target=xs, operation=1, self=2)\nassert f(target=xs, operation=3, self=4) == [1, 3]",
