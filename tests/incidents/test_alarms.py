@@ -24,7 +24,7 @@ from strop.record import Event
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, FinishReason, Message, Outcome, Split, make_example
 from strop.tasks.generated import Arithmetic
-from strop.tasks.mathematics.answers import last_number
+from strop.tasks.mathematics import last_number
 from strop.tokenizer import Tokenizer
 from strop.train.watch.trends import NUM_STOP
 from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer

@@ -15,7 +15,7 @@ from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
 from strop.tasks.answers import judged_text
 from strop.tasks.generated import ArithmeticSpec
-from strop.tasks.mathematics.answers import Number, last_number
+from strop.tasks.mathematics import Number, last_number
 from strop.tasks.prompt import PosedMessage
 from strop.tokenizer import Tokenizer
 from tests.fixtures.judging import verdict

@@ -31,8 +31,7 @@ from strop.store.python_environment import PythonEnvironment, ensure_environment
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose
-from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
-from strop.tasks.version import fit_limits, hash_version
+from strop.tasks.task import TURN, Task, TaskLimits, fit_limits, hash_version, within_bounds
 from strop.user_code import hash_sources
 
 RELEASES = {"v1": "0.4.0", "v0": "0.3.1"}

@@ -25,7 +25,7 @@ from strop.audit.context import (
 )
 from strop.audit.report import Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, make_example
-from strop.tasks.mathematics.answers import read_value
+from strop.tasks.mathematics import read_value
 from strop.tasks.task import TURN
 
 _LATE = "verifier_timeout"

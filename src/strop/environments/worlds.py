@@ -43,11 +43,10 @@ from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_example
-from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
+from strop.tasks.task import TURN, Task, TaskLimits, fit_limits, hash_version, within_bounds
 from strop.tasks.tool_calls import Spoken, list_schemas, read_reply
 from strop.tasks.user.own_task import OPENING_SEED, OwnTask, require_whole, to_messages
 from strop.tasks.user.rewards import as_outcome, call_foreign
-from strop.tasks.version import fit_limits, hash_version
 
 _MAX_BAD_REPLIES = 3
 """Consecutive replies with a malformed call that end an attempt: who has lost the form rarely recovers."""

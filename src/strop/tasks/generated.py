@@ -31,8 +31,7 @@ from strop.tasks.answers import text_after_thinking
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose_example
 from strop.tasks.registry import import_extra
-from strop.tasks.task import Task, TaskLimits, right_or_wrong
-from strop.tasks.version import fit_limits, hash_version
+from strop.tasks.task import Task, TaskLimits, fit_limits, hash_version, right_or_wrong
 
 _SUM = "What is {a} + {b}?"
 _BASE_SUM = f"{_SUM}\nA:"
@@ -126,7 +125,7 @@ class Arithmetic(Task):
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last number of the reply with the sum."""
-        from strop.tasks.mathematics.answers import last_number
+        from strop.tasks.mathematics import last_number
 
         judged = text_after_thinking(text) or ""
         number = last_number(judged)

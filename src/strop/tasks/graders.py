@@ -14,16 +14,17 @@ from unicodedata import normalize
 
 from strop.rollout import Example, Outcome
 from strop.tasks.answers import judged_text, show_answer, text_after_thinking
-from strop.tasks.mathematics.answers import (
+from strop.tasks.mathematics import (
+    answers_equal,
     find_answer,
     find_boxes,
     find_number,
     marked_answer,
     marked_numbers,
+    normal_form,
     read_number,
     read_value,
 )
-from strop.tasks.mathematics.equivalence import answers_equal, normal_form
 from strop.tasks.overlap import normal_text
 from strop.tasks.rows.row_task import gold_of
 from strop.tasks.task import right_or_wrong

@@ -6,14 +6,20 @@ is worded or scored, so training and evaluation cannot drift apart.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from strop.errors import format_error
 from strop.rollout import Example, Failure, FailureOwner, Message, Outcome, Split
+from strop.spec.base import NOT_HASHED
+
+if TYPE_CHECKING:
+    from strop.spec.task import TaskSpec
 
 TURN = "\x1e"
 """Separates the replies of a multi-turn attempt where they are one text, as gold replies and probes are:
@@ -53,6 +59,38 @@ class TaskLimits:
     def own_reply_tokens(self) -> int:
         """The task's own budget, whatever a run set."""
         return self.full_reply_tokens or self.max_reply_tokens
+
+
+THINKING_TOKENS = 8192
+"""Tokens that a reply may use beyond the task's own limit where thinking is on."""
+
+
+def hash_version(
+    name: str, prompt: str, verifier: str, limits: TaskLimits, spec: TaskSpec, data_digest: str = ""
+) -> str:
+    """Hash everything that can change a prompt, a limit, an example or a score.
+
+    Of the settings all but those of the type `Unhashed`, and all that a user's class has of its own.
+    """
+    left_out = {key for key, field in type(spec).model_fields.items() if NOT_HASHED in field.metadata}
+    settings = spec.model_dump(mode="json", exclude=left_out)
+    parts = [name, prompt, verifier, asdict(limits), settings, data_digest]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def fit_limits(limits: TaskLimits, spec: TaskSpec) -> TaskLimits:
+    """Apply `task.thinking`, `task.stop` and `task.max_reply_tokens` to a task's limits; keep its own limit.
+
+    Thinking gets more tokens and no stop strings: thoughts may contain any text.
+    """
+    stop, own_tokens, asked = spec.stop, limits.max_reply_tokens, spec.max_reply_tokens
+    if spec.thinking == "on":
+        stop, own_tokens = (), own_tokens + THINKING_TOKENS
+    if stop is not None:
+        limits = replace(limits, stop_strings=stop, base_stop_strings=())
+    if asked is None:
+        return replace(limits, max_reply_tokens=own_tokens)
+    return replace(limits, max_reply_tokens=asked, full_reply_tokens=own_tokens)
 
 
 def right_or_wrong(is_correct: bool, *, format_ok: bool, extracted: str | None = None) -> Outcome:

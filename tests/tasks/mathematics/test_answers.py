@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.tasks.mathematics.answers import find_answer, find_boxes
+from strop.tasks.mathematics import find_answer, find_boxes
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from strop.spec.template import fill, list_names
 from strop.tasks.answers import show_answer
 from strop.tasks.graders import GRADERS, Grader
 from strop.tasks.judge_model import JUDGE, JudgeModel
-from strop.tasks.mathematics.answers import find_boxes
-from strop.tasks.mathematics.equivalence import warm_up
+from strop.tasks.mathematics import find_boxes, warm_up
 from strop.tasks.rows.layout import DataSet, Row, bad_row
 from strop.tasks.rows.row_task import RowTask, text_of
 from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward

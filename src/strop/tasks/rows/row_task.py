@@ -24,8 +24,7 @@ from strop.tasks.answers import show_answer
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose_example
 from strop.tasks.rows.layout import DataSet, Row, bad_row, find_files, read_rows
-from strop.tasks.task import Task, TaskLimits
-from strop.tasks.version import fit_limits, hash_version
+from strop.tasks.task import Task, TaskLimits, fit_limits, hash_version
 
 _HELD_OUT_SHARE = 10
 """One question in this many of data without splits is held out, if no number is set."""

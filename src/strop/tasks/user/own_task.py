@@ -21,9 +21,8 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import UserCodeSection, UserTaskSpec
 from strop.tasks.prompt import pose_example
 from strop.tasks.rows.row_task import SplitExamples
-from strop.tasks.task import TURN, Task, TaskLimits
+from strop.tasks.task import TURN, Task, TaskLimits, fit_limits, hash_version
 from strop.tasks.user.rewards import as_outcome, call_foreign
-from strop.tasks.version import fit_limits, hash_version
 from strop.user_code import blaming, hash_sources, load_code
 from strop.user_code.probe import settings_class
 

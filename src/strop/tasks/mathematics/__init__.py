@@ -1,1 +1,0 @@
-"""Answers to problems of mathematics: `answers` finds one in a reply, `equivalence` compares two."""
