@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from strop.errors import DataError, SandboxError, SandboxLost, SandboxRefused
+from strop.errors import DataError, SandboxError, SandboxLost
 from strop.hardware import describe_machine
 from strop.rollout import Outcome
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
@@ -26,8 +26,6 @@ from strop.tasks.task import right_or_wrong
 
 _START_LIMIT_S = 5.0
 """Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""
-_NOT_MOUNTING = ("process", "remote")
-"""Backends in which a program has the standard library only."""
 _IMPORTS_NUMPY = re.compile(r"^\s*(?:from\s+|import\s(?:.*[\s,])?)numpy\b", re.MULTILINE)
 _MAX_EXIT_CODE = 128
 """Shells and sandboxes use larger exit codes for programs that a signal ended."""
@@ -38,7 +36,7 @@ class JudgeJob:
     """A program and its tests: statements over names that it defines, or a table of inputs and outputs.
 
     The inputs of a table are arguments of the function that `names` holds, or, without one, the program's
-    standard input. A program that is tested by a table may import numpy, if it is installed here.
+    standard input. A program that is tested by a table may import numpy.
     """
 
     num_tests: int
@@ -76,15 +74,8 @@ async def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandb
 
     min_level = IsolationLevel[min_isolation.upper()]
     backend = await choose_backend(sandbox, min_level)
-    needs_numpy = bool(job.input_output and _IMPORTS_NUMPY.search(job.source))
-    mounts = _numpy_mounts() if needs_numpy and backend.name not in _NOT_MOUNTING else ()
-    if needs_numpy and not mounts:
-        raise SandboxRefused(
-            f"the program imports numpy, which {backend.name} does not show",
-            allowed="sandboxes of bubblewrap or podman, where this installation has numpy",
-            next_step="choose one of them in task.sandbox, or install numpy; the reply has no score",
-            kind="packages",
-        )
+    needs_numpy = job.input_output and _IMPORTS_NUMPY.search(job.source)
+    mounts = _numpy_mounts() if needs_numpy else ()
     # Each thread of numpy's OpenBLAS reserves memory, of which a program has little.
     env = {"OPENBLAS_NUM_THREADS": "1"} if mounts else {}
     spec = SandboxSpec(limits=Limits(), min_level=min_level, mounts=mounts, env=env)
@@ -105,10 +96,10 @@ async def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandb
 
 
 def _numpy_mounts() -> tuple[Mount, ...]:
-    """Return the mounts of numpy, if it is installed here, with the `.libs` folder of its wheel."""
+    """Return the mounts of numpy, with the `.libs` folder of its wheel."""
     spec = find_spec("numpy")
     package = Path((spec and spec.origin) or "/").parent
-    folders = [one for one in (package, Path(f"{package}.libs")) if spec and one.is_dir()]
+    folders = [one for one in (package, Path(f"{package}.libs")) if one.is_dir()]
     return tuple(Mount(host_path=str(one), inside_path=f"{PACKAGES_DIR}/{one.name}") for one in folders)
 
 

@@ -321,8 +321,8 @@ class Session:
             if kind == "raised":
                 raised = vars(builtins)[found[0]]
                 # Others end a program.
-                error = raised(*found[1]) if issubclass(raised, Exception) else None
-                assert error is not None
+                assert issubclass(raised, Exception)
+                error = raised(*found[1])
         except Exception as cause:
             self._end = Ended(TIMED_OUT if isinstance(cause, TimeoutError) else ERRORED)
             raise self._end from cause
@@ -343,11 +343,14 @@ class Session:
 
     def judge(self, job: dict[str, Any]) -> Counter[str]:
         """Run all tests of a job, and count their results."""
-        self._job, tests = job, self._statements(job)
+        self._job = job
+        # A test that does not compile is a fault of the data; it must not count as a wrong answer.
+        compile(job["setup"], "<setup>", "exec")
+        codes = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
+        tests: Iterable[Test] = [partial(exec, code, self._names) for code in codes]
         if job["input_output"]:
             table = json.loads(job["input_output"], object_hook=_with_int_keys)
-            check = partial(partial, self._call if job["names"] else self._run_program)
-            tests = map(check, table["inputs"], table["outputs"])
+            tests = map(partial(partial, self._compare), table["inputs"], table["outputs"])
         return Counter(map(partial(self._run, time.monotonic() + job["wall_s"]), tests))
 
     def _run(self, until: float, test: Test) -> str:
@@ -367,37 +370,26 @@ class Session:
         return PASSED if error is None else FAILED if isinstance(error, AssertionError) else ERRORED
 
     def _load(self, source: str, names: list[str], setup: str, input_output: str, **_: Any) -> None:
-        """Load the candidate, and define its names for the tests. Raises: Ended."""
-        try:
-            found = self.ask("load_program", source, names, bool(input_output))
-            objects = {name: found[name] for name in names}
-        except Exception as error:
-            self._end = Ended(ERRORED)
-            raise self._end from error
+        """Load the candidate, and define its names for the tests. Raises: Ended; LookupError."""
+        found = self.ask("load_program", source, names, bool(input_output))
+        objects = {name: found[name] for name in names}
         self._names.update(objects, **{_IN_PLACE: _call_in_place})
         # It may use the candidate's names, and must not define them.
         exec(compile(setup, "<setup>", "exec"), self._names)
         self._names.update(objects)
 
-    def _run_program(self, stdin: Any, expected: Any) -> None:
-        exit_code, output = self.ask("run_program", self._job["source"], _as_text(stdin))
-        if exit_code != 0:
-            raise ChildProcessError
-        assert is_same_output(output, _as_text(expected))
-
-    def _call(self, arguments: list[Any], expected: Any) -> None:
-        function = self._names[self._job["names"][0]]
-        got = function(*arguments)
+    def _compare(self, given: Any, expected: Any) -> None:
+        """Test a program with its standard input and output, or a function with arguments and a result."""
+        if not self._job["names"]:
+            exit_code, output = self.ask("run_program", self._job["source"], _as_text(given))
+            if exit_code != 0:
+                raise ChildProcessError
+            assert is_same_output(output, _as_text(expected))
+            return
+        got = self._names[self._job["names"][0]](*given)
         # Some rows wrap the result in a list of one.
         is_wrapped = isinstance(expected, list) and len(expected) == 1
         assert is_same(got, expected) or (is_wrapped and is_same(got, expected[0]))
-
-    def _statements(self, job: dict[str, Any]) -> Iterable[Test]:
-        """Return the tests, which share a namespace with the candidate's names."""
-        # A test that does not compile is a fault of the data; it must not count as a wrong answer.
-        compile(job["setup"], "<setup>", "exec")
-        tests = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
-        return [partial(exec, test, self._names) for test in tests]
 
 
 class Remote:
