@@ -12,7 +12,7 @@ from strop.audit import AuditReport, AuditSettings, ProbeStatus, run_audit
 from strop.spec import TaskSpec
 from strop.tasks import build_task
 from strop.tasks.instructions.tasks import InstructionSpec
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.test_tasks import ALL_ROWS
 from tests.tasks.mathematics.test_tasks import math_row

@@ -10,7 +10,7 @@ import pytest
 
 from strop.rollout import Example
 from strop.tasks import Task, build_task
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 from tests.fixtures.judging import verdict
 
 # Each a task, a gold answer, a form in which models end their replies, and whether it says the gold answer.

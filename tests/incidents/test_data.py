@@ -20,7 +20,7 @@ from strop.errors import CheckRefused, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group, IntArray, Message, Outcome, Split
 from strop.tasks import build_task, render_prompt
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 from strop.train.batch import ExampleSchedule
 from tests.fixtures.spell import NUM_TRAIN, SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec

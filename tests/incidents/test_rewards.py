@@ -33,7 +33,7 @@ from strop.tasks.instructions.rules import detect_language
 from strop.tasks.instructions.tasks import InstructionSpec
 from strop.tasks.judging import Judge
 from strop.tasks.mathematics import last_number, read_value
-from strop.tasks.presets import PresetSpec, PresetTask
+from strop.tasks.rows.judged_rows import PresetSpec, PresetTask
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.spell import SpellTask

@@ -7,7 +7,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.run.tasks import list_audits
 from strop.spec.built_in import built_in_tasks
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
 

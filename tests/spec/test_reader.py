@@ -19,7 +19,7 @@ from strop.spec.schema import settings
 from strop.spec.sources import parse_override
 from strop.spec.tree import MAX_FILE_BYTES, locate_keys
 from strop.tasks.generated import ArithmeticSpec, ReasoningGymSpec
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'
 

@@ -27,7 +27,7 @@ from strop.spec import (
 )
 from strop.spec.schema import near_keys, section_names
 from strop.tasks.generated import ArithmeticSpec, ReasoningGymSpec
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 
 SMALL = 'name = "x"\n[task]\nname = "arithmetic"\n'
 

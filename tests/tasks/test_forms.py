@@ -12,7 +12,7 @@ from strop.errors import DataError
 from strop.rollout import Message, Split
 from strop.tasks import PromptFormat, Task, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.code.code_task import CodeSpec
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -9,16 +9,15 @@ import pytest
 
 from strop.rollout import Split
 from strop.tasks import build_task
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows import row_task
+from strop.tasks.rows.judged_rows import PresetSpec
 from strop.tasks.rows.row_task import read_preset
 from tests.fixtures.judging import judge_replies
 from tests.fixtures.row_files import write_rows
 
 
 def test_every_preset_of_the_package_can_be_read() -> None:
-    import strop.tasks.presets
-
-    files = sorted(Path(strop.tasks.presets.__file__).parent.glob("*.toml"))
+    files = sorted((Path(row_task.__file__).parents[1] / "presets").glob("*.toml"))
     assert len(files) == 13
     assert all(read_preset(path.stem).source for path in files)
 

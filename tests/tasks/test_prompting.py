@@ -14,8 +14,8 @@ from strop.spec import load_spec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, render_prompt
 from strop.tasks.generated import ArithmeticSpec
-from strop.tasks.presets import PresetSpec
 from strop.tasks.prompt import PosedMessage, posed
+from strop.tasks.rows.judged_rows import PresetSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.every_task import CASES, section_of
 from tests.fixtures.judging import run_self_test

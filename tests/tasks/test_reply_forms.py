@@ -14,7 +14,7 @@ from strop.rollout import Example
 from strop.tasks import build_task
 from strop.tasks.generated import answer_of
 from strop.tasks.graders import GRADERS, find_letter
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 from tests.fixtures.judging import verdict
 
 Form = Mapping[str, Any]

@@ -95,6 +95,6 @@ def test_a_run_file_imports_the_module_of_its_own_task_alone(tmp_path: Path) -> 
         " print(*sorted(name for name in sys.modules if name.startswith('strop.tasks.')))"
     )
     loaded = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True).split()
-    assert "strop.tasks.presets" in loaded
+    assert "strop.tasks.rows.judged_rows" in loaded
     names = ("code", "generated.arithmetic", "instructions", "mixture")
     assert not {f"strop.tasks.{name}" for name in names} & set(loaded)

@@ -10,7 +10,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.row_files import write_parquet, write_rows
 

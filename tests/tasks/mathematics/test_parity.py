@@ -17,7 +17,7 @@ import pytest
 
 from strop.rollout import Example, Outcome
 from strop.tasks import Task, build_task
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 from tests.fixtures.judging import verdict
 
 Record = Mapping[str, Any]

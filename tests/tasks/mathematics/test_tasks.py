@@ -11,7 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split
 from strop.tasks import Task, build_task
-from strop.tasks.presets import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec
 from strop.tasks.rows.row_task import RowTask
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_parquet, write_rows

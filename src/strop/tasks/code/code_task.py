@@ -26,7 +26,7 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.judge import JudgeJob
 from strop.tasks.code.row_tests import read_table
 from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import PublishedRows, RowTask, read_preset, text_of
+from strop.tasks.rows.row_task import PublishedRows, RowTask, text_of
 
 _MAX_WALL_S, _TEST_S = 60.0, 3.0
 """Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
@@ -52,7 +52,7 @@ class CodeTask(RowTask):
     _spec: CodeSpec
 
     def __init__(self, spec: CodeSpec) -> None:
-        super().__init__(spec, read_preset(spec.name), spec.source, _VERIFIER)
+        super().__init__(spec, _VERIFIER)
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Run the tests over the reply's program. Raises: like `judge_reply`."""

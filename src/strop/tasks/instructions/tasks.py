@@ -22,7 +22,7 @@ from strop.tasks.answers import text_after_thinking
 from strop.tasks.instructions.rules import bind, has_substance, load_detector
 from strop.tasks.registry import import_extra
 from strop.tasks.rows.layout import Row, bad_row
-from strop.tasks.rows.row_task import PublishedRows, RowTask, read_preset, text_of
+from strop.tasks.rows.row_task import PublishedRows, RowTask, text_of
 from strop.tasks.task import right_or_wrong
 
 _RLVR = """
@@ -79,7 +79,7 @@ class InstructionTask(RowTask):
 
     def __init__(self, spec: PublishedRows, verifier: str = "instructions-6", **limits: Any) -> None:
         load_detector()
-        super().__init__(spec, read_preset(spec.name), spec.source, verifier, max_goldless_frac=1.0, **limits)
+        super().__init__(spec, verifier, max_goldless_frac=1.0, **limits)
 
     def to_example(self, row: Row) -> Example:
         """Read a row."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
@@ -23,7 +23,7 @@ from strop.tasks.graders import GRADERS, Grader
 from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import find_boxes, warm_up
 from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import RowTask, text_of
+from strop.tasks.rows.row_task import PublishedRows, RowTask, read_preset, text_of
 from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward
 from strop.user_code import CodeRef, is_code
 
@@ -115,6 +115,12 @@ class RewardSection(TrainingRows, JudgedByUser, JudgeSettings):
         return self
 
 
+class PresetSpec(PublishedRows, RewardSection):
+    """Word problems of gsm8k, competition problems, or multiple-choice questions of MMLU."""
+
+    name: Literal["gsm8k", "math", "math500", "deepscaler", "aime", "mmlu"]
+
+
 class BuiltIn(Reward):
     """A built-in reward, which compares a reply with the answer."""
 
@@ -144,8 +150,9 @@ class JudgedRows(RowTask):
 
     _spec: RewardSection
 
-    def __init__(self, spec: RewardSection, data: DataSet, source: str, sandbox_s: float = 0.0) -> None:
+    def __init__(self, spec: RewardSection, data: DataSet | None = None, sandbox_s: float = 0.0) -> None:
         """`sandbox_s`: time that programs of replies take beside other rewards."""
+        data = data or read_preset(spec.name)
         names = spec.reward or (str(data.reward),)
         made = {
             name: self.make_reward(name, spec) for name in dict.fromkeys([data.reward or names[0], *names])
@@ -168,9 +175,8 @@ class JudgedRows(RowTask):
         limit_s = sandbox_s + spec.judge_limit_s * bool(functions) + _SYMBOLIC_LIMIT_S * self._is_symbolic
         super().__init__(
             spec,
+            " ".join([_VERIFIER, *(one.identity for one in rewards)]),
             data,
-            source,
-            verifier=" ".join([_VERIFIER, *(one.identity for one in rewards)]),
             max_reward=spec.max_reward,
             min_reward=spec.min_reward,
             max_goldless_frac=1.0 if data.source is None else 0.0,

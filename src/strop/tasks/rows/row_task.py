@@ -18,7 +18,7 @@ from typing_extensions import override
 from strop.errors import DataError
 from strop.rollout import Example, Message, Split
 from strop.spec.base import Unhashed
-from strop.spec.task import SOURCE_HELP, TaskSpec, TrainingRows
+from strop.spec.task import SOURCE_HELP, TrainingRows
 from strop.spec.template import fill, list_names
 from strop.tasks.answers import show_answer
 from strop.tasks.overlap import normal_text
@@ -77,8 +77,7 @@ class SplitExamples:
 
 
 def read_examples(
-    spec: TaskSpec,
-    source: str,
+    spec: Any,
     data: DataSet,
     to_example: Callable[[Row], Example | str],
     question_of: Callable[[Example], str],
@@ -92,7 +91,7 @@ def read_examples(
     question that is also held out, compared by `normal_text`, is left out and counted.
     Raises: DataError if a file is missing, empty or malformed, or a split has no example.
     """
-    files = find_files(source, data)
+    files = find_files(spec.source, data)
     found: dict[Split, dict[str, tuple[Example, str]]] = {split: {} for split in Split}
     rows = {
         split: [row for path in paths for row in read_rows(path, split)] for split, paths in files.items()
@@ -126,7 +125,7 @@ def read_examples(
         left = ", ".join(f"{number} {why}" for why, number in left_out.items())
         is_cut = any(files[split] and not rows[split] for split in Split)
         raise DataError(
-            f"task.source={source} has {sum(map(len, rows.values()))} rows, {len(train)} training and"
+            f"task.source={spec.source} has {sum(map(len, rows.values()))} rows, {len(train)} training and"
             f" {len(held_out)} held-out examples; rows left out: {left or 'none'}",
             allowed="at least one example in each split, of different questions",
             next_step="fetch or write the file again; an interrupted download looks like this"
@@ -159,18 +158,18 @@ def _split_by_content(
 class RowTask(Task):
     """A task whose examples are the rows of a data set; subclasses read a row, and judge."""
 
-    def __init__(self, spec: Any, data: DataSet, source: str, verifier: str, **limits: Any) -> None:
+    def __init__(self, spec: Any, verifier: str, data: DataSet | None = None, **limits: Any) -> None:
         """Build the task; no data is read yet.
 
-        The prompts of the data set, and `verifier`, are part of the version. `limits`: those of `TaskLimits`
-        that the data set does not say.
+        The prompts of the data set, the published one of this name by default, and `verifier` are part of the
+        version. `limits`: those of `TaskLimits` that the data set does not say.
         """
+        data = data or read_preset(spec.name)
         self.name: str = spec.name
         own = {"stop_strings": data.stop, "base_stop_strings": data.base_stop, **limits}
         self.limits = fit_limits(TaskLimits(max_reply_tokens=data.max_reply_tokens, **own), spec)
         self._spec = spec
         self._data = data
-        self._source = source
         self._verifier = verifier
         self._places = list_names(data.prompt)
 
@@ -234,7 +233,7 @@ class RowTask(Task):
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        splits = read_examples(self._spec, self._source, self._data, self.to_example, self.question)
+        splits = read_examples(self._spec, self._data, self.to_example, self.question)
         if self._spec.prompting:
             for example in (*splits.train, *splits.held_out):
                 self.render(example)  # Refused before the run begins, and not in its midst.

@@ -115,7 +115,7 @@ class Rows(JudgedRows):
         )
         # Programs alone are limited by their sandbox.
         is_mixed = spec.runs_programs and len(spec.reward) > 1
-        super().__init__(spec, data, spec.source, WALL_S + SPARE_VERIFY_S if is_mixed else 0.0)
+        super().__init__(spec, data, WALL_S + SPARE_VERIFY_S if is_mixed else 0.0)
 
     @override
     def make_reward(self, name: str, spec: Any) -> Reward:
