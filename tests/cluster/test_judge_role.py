@@ -21,7 +21,7 @@ from strop.spec.run import RunSpec
 from strop.store import ModelHandle
 from strop.tasks.judge_model import JudgeModel, endpoint_name
 from strop.tasks.judging import Judge
-from strop.tasks.user.rows import Rows
+from strop.tasks.rows.judged_rows import JudgedRows
 from tests.fixtures.judged import judge_spec
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -44,7 +44,7 @@ async def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(
 ) -> None:
     spec = run_of(tmp_path)
     judges = roles_of(spec, tiny_model_dir, tmp_path / "judges")
-    task = Rows(spec.task)  # type: ignore[arg-type]
+    task = JudgedRows(spec.task)  # type: ignore[arg-type]
     example = task.examples(Split.TRAIN)[0]
     await judges.start()
     (path,) = (tmp_path / "judges").glob("endpoint-*.json")

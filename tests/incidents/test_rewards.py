@@ -33,7 +33,7 @@ from strop.tasks.instructions.rules import detect_language
 from strop.tasks.instructions.tasks import InstructionSpec
 from strop.tasks.judging import Judge
 from strop.tasks.mathematics import last_number, read_value
-from strop.tasks.rows.judged_rows import PresetSpec, PresetTask
+from strop.tasks.rows.judged_rows import JudgedRows, PresetSpec
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.spell import SpellTask
@@ -45,11 +45,11 @@ WORD_PROBLEMS = [
 ]
 
 
-def gsm8k() -> PresetTask:
-    return PresetTask(PresetSpec(name="gsm8k", source="unused.jsonl"))
+def gsm8k() -> JudgedRows:
+    return JudgedRows(PresetSpec(name="gsm8k", source="unused.jsonl"))
 
 
-class Mutated(PresetTask):
+class Mutated(JudgedRows):
     """Finds right what another rule finds right."""
 
     def __init__(self, rule: Callable[[Example, str], bool]) -> None:

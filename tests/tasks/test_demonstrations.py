@@ -8,7 +8,7 @@ from typing import Any
 
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.user.rows import RowsSpec
+from strop.tasks.rows.judged_rows import RowsSpec
 from tests.fixtures.demonstrations import make_framing, read
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows

@@ -15,8 +15,8 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.parts import MixtureSpec
 from strop.tasks import Task, build_task
 from strop.tasks.generated import ArithmeticSpec
+from strop.tasks.rows.judged_rows import RowsSpec
 from strop.tasks.task import TaskLimits
-from strop.tasks.user.rows import RowsSpec
 from strop.tokenizer import Tokenizer
 from strop.train import gate_checks
 from strop.train.data.offline import Demonstrations

@@ -266,7 +266,7 @@ class RepoRepair(Workspace):
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        return read_examples(self._spec, self._spec.source, _ROWS, _to_example, _question_of)
+        return read_examples(self._spec, _ROWS, _to_example, _question_of)
 
     @property
     def data_digest(self) -> str:

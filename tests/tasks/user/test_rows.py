@@ -17,8 +17,8 @@ from strop.errors import CheckRefused, ConfigError, DataError, find_place
 from strop.rollout import FailureOwner, Split
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import Judge
+from strop.tasks.rows.judged_rows import RowsSpec
 from strop.tasks.task import describe_counts
-from strop.tasks.user.rows import RowsSpec
 from tests.fixtures.judging import failed, run_self_test
 from tests.fixtures.judging import judge_replies as judge
 from tests.fixtures.row_files import write_rows

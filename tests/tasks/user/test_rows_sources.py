@@ -11,8 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.rows.judged_rows import PresetSpec
-from strop.tasks.user.rows import RowsSpec
+from strop.tasks.rows.judged_rows import PresetSpec, RowsSpec
 from tests.fixtures.judging import verdict
 from tests.fixtures.tiny_hub import tiny_hub
 from tests.store.contract_suite import write_files

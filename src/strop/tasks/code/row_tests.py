@@ -9,16 +9,35 @@ meets a value that cannot pass.
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
 import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from strop.tasks.code.extraction import Definition, Import, has, parse, scope_of, statements_of, used_names
+from typing_extensions import override
+
+from strop.rollout import Example, Outcome
+from strop.spec.sandboxing import SandboxSettings
+from strop.tasks.answers import show_answer
+from strop.tasks.code.extraction import (
+    SPARE_VERIFY_S,
+    WALL_S,
+    Definition,
+    Import,
+    has,
+    judge_reply,
+    parse,
+    scope_of,
+    statements_of,
+    used_names,
+)
 from strop.tasks.code.judge import JudgeJob
+from strop.tasks.user.rewards import Reward
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
 _OUTSIDE = frozenset(
@@ -32,6 +51,32 @@ _OUTSIDE = frozenset(
 )
 """Modules and names that concern the process of the tests, and exceptions that the judge does not pass on."""
 _FAILING = ast.Assert | ast.Raise
+
+
+class PythonTests(Reward):
+    """The tests of a row, run over the reply's program."""
+
+    name = identity = "python-tests"
+    limit_s = WALL_S + SPARE_VERIFY_S
+    allowed = (
+        "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md"
+    )
+
+    def __init__(self, spec: SandboxSettings) -> None:
+        self._spec = spec
+
+    @override
+    def read_answer(self, value: Any) -> str:
+        read_tests(value)
+        return show_answer(value)
+
+    @override
+    async def score(
+        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
+    ) -> list[Outcome]:
+        tests = read_tests(values["answer"])
+        judged = await asyncio.gather(*(judge_reply(reply, tests, self._spec) for reply in replies))
+        return [replace(one, parts={self.name: one.parts["correct"]}) for one in judged]
 
 
 def read_tests(answer: Any) -> JudgeJob:

@@ -1,7 +1,8 @@
 """Rows whose replies rewards judge: built-in ones, functions of the user's, and a judge model's.
 
 A `DataSet` says what of a row is asked and what is the answer: published ones are files (`presets`), that of
-the user's own rows is made of their settings (`user.rows`).
+the user's own rows is made of their settings. Reward functions get the row's columns by name, with the values
+of the file. They run in the workers that judge replies.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing_extensions import override
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.judge import JudgeSettings
-from strop.spec.task import CodeTaskSection, JudgedByUser, TrainingRows
-from strop.spec.template import fill, list_names
+from strop.spec.task import SOURCE_HELP, CodeTaskSection, JudgedByUser, TrainingRows
+from strop.spec.template import fill, list_names, refuse_malformed
 from strop.tasks.answers import show_answer
 from strop.tasks.graders import GRADERS, Grader
 from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import find_boxes, warm_up
 from strop.tasks.rows.layout import DataSet, Row, bad_row
-from strop.tasks.rows.row_task import PublishedRows, RowTask, read_preset, text_of
+from strop.tasks.rows.row_task import PublishedRows, RowTask, text_of
 from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward
 from strop.user_code import CodeRef, is_code
 
@@ -32,6 +33,10 @@ _VERIFIER = "rewards-3"
 _SYMBOLIC_LIMIT_S = 2.0
 """For sympy, whose time is not bounded by the text."""
 _ROLES = ("system", "user", "assistant")
+_MAX_REPLY_TOKENS = 1024
+_BOXED = ("\\boxed{{{answer}}}",)
+_USUAL_GOLD = {"math": _BOXED, "strict-math": _BOXED, SANDBOXED: ()}
+"""How a reply looks that says the answer to a reward, if not the answer alone."""
 REWARD_HELP = (
     "a function such as 'reward.py:score', called with reply, answer and the row's columns by name, or one"
     " written for TRL, which gets all replies to a prompt, or a built-in one: "
@@ -121,6 +126,61 @@ class PresetSpec(PublishedRows, RewardSection):
     name: Literal["gsm8k", "math", "math500", "deepscaler", "aime", "mmlu"]
 
 
+class RowsSpec(CodeTaskSection, RewardSection):
+    """The rows of a file, with a reward function of the user's own or a built-in one."""
+
+    name: Literal["rows"]
+    source: Unhashed[str] = Field(
+        min_length=1,
+        description=SOURCE_HELP.format("openai/gsm8k").replace("Parquet or JSONL", "Parquet, JSONL or CSV")
+        + " An s3:// URI is fetched. Files named train* and test* or validation* are the splits; one row in"
+        " ten of anything else is held out.",
+    )
+    prompt: str = Field(
+        min_length=1,
+        description="What is asked: a column of texts or of chat messages, or a template of columns such as"
+        " 'Solve: {question}'. A reply that messages end in is not asked.",
+    )
+    answer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column of the right answer. none = no answer is known; the reward function needs none.",
+        json_schema_extra=expert("data sets name their answer differently"),
+    )
+    reward: Unhashed[tuple[str, ...]] = Field(
+        strict=False, min_length=1, description=f"How a reply is judged: {REWARD_HELP}"
+    )
+    gold: str | None = Field(
+        default=None,
+        min_length=1,
+        description="How a right reply looks, for the self-test before training: a template of columns, for"
+        " example '#### {answer}'. none = the answer, as the first reward reads it.",
+        json_schema_extra=expert("the audit and the gate try the verifier with a right reply"),
+    )
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether one of the rewards runs the reply."""
+        return SANDBOXED in self.reward
+
+    @model_validator(mode="after")
+    def _check_wording(self) -> Self:
+        for key, template in (("task.prompt", self.prompt), ("task.gold", self.gold)):
+            refuse_malformed(key, template or "")
+        return self
+
+    def read_data_set(self) -> DataSet:
+        """Return what the settings say of the rows."""
+        usual = () if self.answer is None else _USUAL_GOLD.get(self.reward[0], ("{answer}",))
+        return DataSet(
+            answer=self.answer,
+            prompt=self.prompt,
+            gold=usual if self.gold is None else (self.gold,),
+            # Only the user knows how long a full solution of these rows is.
+            max_reply_tokens=self.max_reply_tokens or _MAX_REPLY_TOKENS,
+        )
+
+
 class BuiltIn(Reward):
     """A built-in reward, which compares a reply with the answer."""
 
@@ -150,9 +210,8 @@ class JudgedRows(RowTask):
 
     _spec: RewardSection
 
-    def __init__(self, spec: RewardSection, data: DataSet | None = None, sandbox_s: float = 0.0) -> None:
-        """`sandbox_s`: time that programs of replies take beside other rewards."""
-        data = data or read_preset(spec.name)
+    def __init__(self, spec: PresetSpec | RowsSpec) -> None:
+        data = spec.read_data_set()
         names = spec.reward or (str(data.reward),)
         made = {
             name: self.make_reward(name, spec) for name in dict.fromkeys([data.reward or names[0], *names])
@@ -172,11 +231,12 @@ class JudgedRows(RowTask):
         self._is_strict = "strict-math" in names
         self._is_symbolic = "math" in names
         functions = [one for one in rewards if isinstance(one, UserReward)]
+        # Programs alone are limited by their sandbox.
+        sandbox_s = sum(one.limit_s for one in rewards) if len(rewards) > 1 else 0.0
         limit_s = sandbox_s + spec.judge_limit_s * bool(functions) + _SYMBOLIC_LIMIT_S * self._is_symbolic
         super().__init__(
             spec,
             " ".join([_VERIFIER, *(one.identity for one in rewards)]),
-            data,
             max_reward=spec.max_reward,
             min_reward=spec.min_reward,
             max_goldless_frac=1.0 if data.source is None else 0.0,
@@ -188,12 +248,16 @@ class JudgedRows(RowTask):
         self._needed = (taken - RESERVED) | asked | shown
         """Columns that every row must have."""
 
-    def make_reward(self, name: str, spec: RewardSection) -> Reward:
+    def make_reward(self, name: str, spec: Any) -> Reward:
         """Return the reward of this name."""
         if is_code(name):
             return UserReward(name)
         if name == JUDGE:
             return JudgeModel(spec)
+        if name == SANDBOXED:
+            from strop.tasks.code.row_tests import PythonTests
+
+            return PythonTests(spec)
         return BuiltIn(name, GRADERS[name], self.question)
 
     @override
@@ -212,6 +276,15 @@ class JudgedRows(RowTask):
             for template in self._data.gold[: 1 if self._is_strict else None]
             if example.answer is not None or "answer" not in list_names(template)
         )
+
+    @override
+    def entry_point(self, example: Example) -> str | None:
+        """Return how a reply's program is used, if its tests alone decide."""
+        if self._spec.reward != (SANDBOXED,) or example.answer is None:
+            return None
+        from strop.tasks.code.row_tests import read_tests
+
+        return next(iter(read_tests(self.answer_of(example)).names), "")
 
     @override
     def to_example(self, row: Row) -> Example | str:

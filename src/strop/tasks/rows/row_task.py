@@ -53,6 +53,10 @@ class PublishedRows(TrainingRows):
             return {**values, "source": read_preset(values["name"]).source}
         return values
 
+    def read_data_set(self) -> DataSet:
+        """Return what the file of this data set says."""
+        return read_preset(self.name)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitExamples:
@@ -158,13 +162,13 @@ def _split_by_content(
 class RowTask(Task):
     """A task whose examples are the rows of a data set; subclasses read a row, and judge."""
 
-    def __init__(self, spec: Any, verifier: str, data: DataSet | None = None, **limits: Any) -> None:
+    def __init__(self, spec: Any, verifier: str, **limits: Any) -> None:
         """Build the task; no data is read yet.
 
-        The prompts of the data set, the published one of this name by default, and `verifier` are part of the
-        version. `limits`: those of `TaskLimits` that the data set does not say.
+        The prompts of the data set, and `verifier`, are part of the version. `limits`: those of `TaskLimits`
+        that the data set does not say.
         """
-        data = data or read_preset(spec.name)
+        data = spec.read_data_set()
         self.name: str = spec.name
         own = {"stop_strings": data.stop, "base_stop_strings": data.base_stop, **limits}
         self.limits = fit_limits(TaskLimits(max_reply_tokens=data.max_reply_tokens, **own), spec)

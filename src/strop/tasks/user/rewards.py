@@ -42,6 +42,8 @@ class Reward(ABC):
     """What of it is in the task's version."""
     compares = False
     """Whether it judges the replies to an example beside each other."""
+    limit_s = 0.0
+    """Wall time (seconds) that it takes beside others, if it limits itself."""
     allowed = ""
     """What answers it compares with; empty: it needs none."""
 
