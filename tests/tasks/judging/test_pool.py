@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from strop.errors import CheckRefused
@@ -55,9 +54,20 @@ def handle(payload: Any) -> Any:
             Path(f"{path}.part").write_text(str(child))
             os.rename(f"{path}.part", path)
             time.sleep(600)
+        case {"unpicklable": True}:
+            return lambda: None
+        case {"spoiled": True}:
+            return Spoiled()
         case {"allocate": num_bytes}:
             return len(bytearray(num_bytes))
     return {"pid": os.getpid(), "echo": payload}
+
+
+class Spoiled:
+    """Can be pickled, and not be read again."""
+
+    def __reduce__(self) -> Any:
+        return {}.__getitem__, ("absent",)
 
 
 def refuse_to_build() -> Handler:
@@ -81,28 +91,22 @@ async def call_all(payloads: Sequence[Any], workers: WorkerPool) -> list[Any]:
     return list(await asyncio.gather(*(workers.call(payload) for payload in payloads)))
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        # A zombie that its new parent has not yet collected is dead.
-        return read_stat(pid)[0] != "Z"
-    except OSError:
-        return False
+def living() -> dict[int, int]:
+    """Return the session of each process that is no zombie; a pool's processes have one of their own."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, session, *_ = path.read_text().rsplit(")", 1)[1].split()
+            if state != "Z":
+                found[int(path.parent.name)] = int(session)
+    return found
 
 
-def parent_of(pid: int) -> int:
-    return int(read_stat(pid)[1])
-
-
-def read_stat(pid: int) -> list[str]:
-    """Return the fields of a process behind its name: state, parent, ..."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-
-
-def wait_until_dead(pid: int) -> bool:
+def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while is_alive(pid) and time.monotonic() < deadline:
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    return not is_alive(pid)
 
 
 def test_a_worker_serves_many_calls_and_is_then_replaced() -> None:
@@ -116,34 +120,32 @@ def test_a_worker_serves_many_calls_and_is_then_replaced() -> None:
 def test_calls_that_fail_leave_no_more_workers_than_the_pool_may_have() -> None:
     """Incident: each failed call left the worker of its second try beside that of its first."""
 
-    async def work(workers: WorkerPool) -> int:
-        server = parent_of((await workers.call({}))["pid"])
+    async def work(workers: WorkerPool) -> None:
+        session = os.getsid((await workers.call({}))["pid"])
+        # The one that forks, and each worker with its guard.
         await call_all([{"raise": "no such field"}] * 8, workers)
-        return len(psutil.Process(server).children())
+        await asyncio.to_thread(wait_until, lambda: list(living().values()).count(session) <= 1 + 2 * 2)
 
-    assert with_pool(work) <= 2
+    with_pool(work)
 
 
 def test_a_hung_call_is_killed_and_tried_once_more() -> None:
-    async def work(workers: WorkerPool) -> tuple[Any, float]:
-        started_at = time.monotonic()
-        failure = await workers.call({"hang": True})
-        return failure, time.monotonic() - started_at
-
-    failure, seconds = with_pool(work, limit_s=0.2)
+    started_at = time.monotonic()
+    failure = with_pool(lambda workers: workers.call({"hang": True}), limit_s=0.2)
     assert failure == Failure(owner=FailureOwner.TASK, kind="timeout", detail="no verdict after 0.8 s")
-    assert 1.0 <= seconds < 120.0
+    assert 1.0 <= time.monotonic() - started_at < 120.0
 
 
 @pytest.mark.parametrize(
     ("payload", "kind", "detail"),
     [
-        ({"exit": 0}, "crash", "the verifier's process ended"),
-        ({"exit": 3}, "crash", "the verifier's process ended"),
+        ({"exit": 3}, "crash", "EOFError"),
         ({"raise": "no such field"}, "TypeError", "no such field"),
         ({"allocate": 8 << 30}, "MemoryError", "bytearray"),
-        ({"write": "I am no answer."}, "crash", "bad message length"),
-        ({"text": "a" * (1 << 24)}, "crash", "bad message length"),
+        ({"write": "I am no answer."}, "crash", "ValueError"),
+        ({"text": "a" * (1 << 24)}, "crash", "ValueError"),
+        ({"unpicklable": True}, "crash", "EOFError"),
+        ({"spoiled": True}, "crash", "KeyError"),
     ],
 )
 def test_what_a_verifier_can_do_to_its_process_costs_only_its_own_call(
@@ -159,16 +161,14 @@ def test_what_a_verifier_can_do_to_its_process_costs_only_its_own_call(
 
 
 def test_a_crash_that_does_not_come_again_costs_nothing(tmp_path: Path) -> None:
-    async def work(workers: WorkerPool) -> Any:
-        return await workers.call({"once": str(tmp_path / "seen")})
-
-    assert with_pool(work)["echo"] == {"once": str(tmp_path / "seen")}
+    once = {"once": str(tmp_path / "seen")}
+    assert with_pool(lambda workers: workers.call(once))["echo"] == once
 
 
 def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> None:
     async def work(workers: WorkerPool) -> Any:
         os.kill(pid := (await workers.call({}))["pid"], signal.SIGKILL)
-        assert await asyncio.to_thread(wait_until_dead, pid)
+        await asyncio.to_thread(wait_until, lambda: pid not in living())
         return await workers.call({"number": 2})
 
     assert with_pool(work)["echo"] == {"number": 2}
@@ -205,22 +205,21 @@ def test_descendants_of_a_killed_worker_go_with_it(tmp_path: Path) -> None:
         assert with_pool(work, limit_s=limit_s).kind == "timeout"
         if (tmp_path / "pid").exists():
             break
-    assert wait_until_dead(int((tmp_path / "pid").read_text()))
+    wait_until(lambda: int((tmp_path / "pid").read_text()) not in living())
 
 
-def test_a_killed_fork_server_is_replaced() -> None:
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_killed_server_is_replaced(is_idle: bool) -> None:
+    """With workers of it that have nothing to do, and without."""
+
     async def work(workers: WorkerPool) -> list[Any]:
-        first = await workers.call({"number": 0})
-        os.kill(parent_of(first["pid"]), signal.SIGKILL)
-        assert wait_until_dead(first["pid"])
-        # The dead one is told to end too, and its fork server is not there to know it.
-        return [
-            first,
-            *await call_all([{"number": 1}, {"number": 2}], workers),
-            await workers.call({"number": 3}),
-        ]
+        server = os.getsid((await workers.call({}))["pid"])
+        if not is_idle:
+            await workers.call({"exit": 3})
+        os.kill(server, signal.SIGKILL)
+        return await call_all([{"number": 1}, {"number": 2}], workers)
 
-    assert [reply["echo"]["number"] for reply in with_pool(work)] == [0, 1, 2, 3]
+    assert [reply["echo"]["number"] for reply in with_pool(work)] == [1, 2]
 
 
 def test_a_handler_that_cannot_be_built_is_refused_with_its_cause_and_ends_the_starts_of_others() -> None:
@@ -243,12 +242,13 @@ def test_closing_ends_what_is_under_way() -> None:
 
     async def run() -> list[Any]:
         workers = WorkerPool(make_handler, num_workers=2, limit_s=600.0)
-        fork_server = parent_of((await workers.call({}))["pid"])
+        session = os.getsid((await workers.call({}))["pid"])
         # Two sleep, and the third waits for its turn.
         calls = [asyncio.ensure_future(workers.call({"sleep": 600, "number": n})) for n in range(3)]
         await asyncio.sleep(0.2)
         await asyncio.wait_for(workers.close(), timeout=60)
-        assert not is_alive(fork_server)
+        await asyncio.to_thread(wait_until, lambda: session not in living().values())
+        await asyncio.wait_for(workers.close(), timeout=60)
         return [*await asyncio.wait_for(asyncio.gather(*calls), timeout=60), await workers.call({})]
 
     replies = asyncio.run(run())
@@ -276,11 +276,9 @@ def test_nothing_survives_a_killed_owner() -> None:
         [sys.executable, "-c", _OWNER], cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout is not None
-    worker = int(owner.stdout.readline())
-    fork_server = parent_of(worker)
+    session = os.getsid(int(owner.stdout.readline()))
     time.sleep(0.2)  # The hanging one begins.
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    assert wait_until_dead(worker)
-    assert wait_until_dead(fork_server)
+    wait_until(lambda: session not in living().values())
