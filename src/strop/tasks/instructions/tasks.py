@@ -94,7 +94,7 @@ class InstructionTask(RowTask):
         place = f"example {example.example_id} of task {example.task}"
         rules = [bind(one["id"], one["arguments"], place=place) for one in example.fields["constraints"]]
         # Some prompts ask for these tags.
-        judged = (judged_text(text) or "").replace("<answer>", "").replace("</answer>", "").strip()
+        judged = (text_after_thinking(text) or "").replace("<answer>", "").replace("</answer>", "").strip()
         is_judged = bool(judged) and not is_echo(judged, example.fields["prompt"])
         followed = [is_judged and rule(judged) for rule in rules]
         num_followed = float(sum(followed))
@@ -158,13 +158,6 @@ def _read_ground_truth(row: Row) -> dict[str, Any]:
     )
 
 
-def judged_text(reply: str) -> str | None:
-    """Return the text behind the reasoning, or None if the reasoning has no end."""
-    text = text_after_thinking(reply)
-    # White space behind the reasoning is not part of the reply.
-    return text if text is None or text == reply else text.lstrip()
-
-
 def is_echo(text: str, prompt: str) -> bool:
     """Whether a reply repeats the whole prompt and adds almost nothing."""
     reply, question = " ".join(text.split()), " ".join(prompt.split())
@@ -207,7 +200,9 @@ class PublishedInstructions(InstructionTask):
 
     async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the package about every instruction. Raises: ConfigError like `load_package`."""
-        judged = judged_text(text) or ""
+        said = text_after_thinking(text) or ""
+        # White space behind the reasoning is not part of the reply.
+        judged = said if said == text else said.lstrip()
         verdicts = judge(self.name, example.fields["prompt"], example.fields["constraints"], judged)
         strict, loose = ([verdict[place] for verdict in verdicts] for place in (0, 1))
         is_correct = all(strict if self.name == "ifeval" else loose)

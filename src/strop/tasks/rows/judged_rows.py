@@ -191,6 +191,8 @@ class BuiltIn(Reward):
         self.read_answer = grader.require_gold  # type: ignore[method-assign]
         self._judge = grader.judge
         self._question = question
+        self.limit_s = _SYMBOLIC_LIMIT_S if name == "math" else 0.0
+        self.warm_up = warm_up if name == "math" else super().warm_up  # type: ignore[method-assign]
 
     def judge(self, example: Example, reply: str) -> Outcome:
         """Judge a reply to an example with this reward's answer."""
@@ -229,11 +231,8 @@ class JudgedRows(RowTask):
         """The reward that decides alone."""
         self._pass_score = (spec.pass_score or spec.max_reward) - FULL_MARKS_SLACK
         self._is_strict = "strict-math" in names
-        self._is_symbolic = "math" in names
-        functions = [one for one in rewards if isinstance(one, UserReward)]
         # Programs alone are limited by their sandbox.
-        sandbox_s = sum(one.limit_s for one in rewards) if len(rewards) > 1 else 0.0
-        limit_s = sandbox_s + spec.judge_limit_s * bool(functions) + _SYMBOLIC_LIMIT_S * self._is_symbolic
+        limit_s = 0.0 if names == (SANDBOXED,) else sum(one.limit_s for one in rewards)
         super().__init__(
             spec,
             " ".join([_VERIFIER, *(one.identity for one in rewards)]),
@@ -242,6 +241,7 @@ class JudgedRows(RowTask):
             max_goldless_frac=1.0 if data.source is None else 0.0,
             verify_limit_s=limit_s or None,
         )
+        functions = [one for one in rewards if isinstance(one, UserReward)]
         taken = {name for one in functions for name in one.signature.required}
         shown = {name for gold in data.gold for name in list_names(gold)} - {"answer"}
         asked = {*(self._places or [data.prompt]), *filter(None, [data.answer])}
@@ -251,7 +251,7 @@ class JudgedRows(RowTask):
     def make_reward(self, name: str, spec: Any) -> Reward:
         """Return the reward of this name."""
         if is_code(name):
-            return UserReward(name)
+            return UserReward(name, spec.judge_limit_s)
         if name == JUDGE:
             return JudgeModel(spec)
         if name == SANDBOXED:
@@ -262,8 +262,6 @@ class JudgedRows(RowTask):
 
     @override
     def warm_up(self) -> None:
-        if self._is_symbolic:
-            warm_up()
         for reward, _ in self._rewards:
             reward.warm_up()
 

@@ -43,7 +43,7 @@ class Reward(ABC):
     compares = False
     """Whether it judges the replies to an example beside each other."""
     limit_s = 0.0
-    """Wall time (seconds) that it takes beside others, if it limits itself."""
+    """Wall time (seconds) that it may take."""
     allowed = ""
     """What answers it compares with; empty: it needs none."""
 
@@ -71,13 +71,13 @@ class UserReward(Reward):
     One of TRL's form gets all replies to an example at once, and may compare them.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, limit_s: float) -> None:
         """Inspect the function without loading it.
 
         Raises: ConfigError if it cannot be imported, or takes no reply.
         """
         self.ref = CodeRef.parse(text)
-        self.name = self.ref.name
+        self.name, self.limit_s = self.ref.name, limit_s
         self.signature: InspectedFunction = inspect_function(self.ref)
         self._digest = hash_sources(self.ref.path)
         """Hash of the file and its imports from the same folder, as they are now."""
@@ -95,7 +95,7 @@ class UserReward(Reward):
 
     @override
     def warm_up(self) -> None:
-        self._load()
+        load_code(self.ref, self._digest)
 
     @override
     async def score(
@@ -129,14 +129,11 @@ class UserReward(Reward):
             )
         return scores
 
-    def _load(self) -> Callable[..., Any]:
-        """Load the function into this process. Raises: ConfigError like `load_code`."""
-        function: Callable[..., Any] = load_code(self.ref, self._digest)
-        return function
-
     async def _call(self, values: Mapping[str, Any]) -> Any:
         names = values if self.signature.takes_others else self.signature.parameters
-        return await call_foreign(self._load(), **{key: values[key] for key in names if key in values})
+        return await call_foreign(
+            load_code(self.ref, self._digest), **{key: values[key] for key in names if key in values}
+        )
 
 
 async def call_foreign(function: Callable[..., Any], /, *values: Any, **named: Any) -> Any:
