@@ -62,7 +62,6 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
         ("sft.source=gone.jsonl", "gone.jsonl does not exist"),
         ("sft.sorce=rows.jsonl", "did you mean sft.source?"),
         ("sft.rows_per_step=9", "sft.rows_per_step=9 and there are 8 demonstrations"),
-        ("sft.subset=x", "chose none of its rows, 8 of source none"),
     ],
 )
 def test_what_cannot_be_imitated_is_refused(

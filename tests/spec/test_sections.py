@@ -117,8 +117,8 @@ def test_the_pairs_of_a_range_by_hand() -> None:
             "sft.min_reward=0.5: the setting chooses among rollouts of a run",
         ),
         (
-            {"train": {"terms": "sft"}, "sft": {"source": "/run", "subset": "x", "train_on": "last"}},
-            "sft.subset='x' and sft.train_on='last': the setting chooses among rows",
+            {"train": {"terms": "sft"}, "sft": {"source": "/run", "train_on": "last"}},
+            "sft.train_on='last': the setting chooses among rows",
         ),
         (
             {"train": {"micro_batch_tokens": 32}, "task": {"name": "arithmetic", "max_reply_tokens": 32}},

@@ -98,14 +98,12 @@ def test_a_base_model_is_asked_in_plain_text(tmp_path: Path) -> None:
         ("all", "<|start|>", "{" + OPENING.removeprefix("<|start|>") + "B<|end|>" + BETWEEN + "D<|end|>}"),
     ],
 )
-@pytest.mark.parametrize("is_in_row", [True, False])
 def test_what_of_a_conversation_is_trained(
-    model_dir: Path, tmp_path: Path, train_on: str, prompt: str, text: str, is_in_row: bool
+    model_dir: Path, tmp_path: Path, train_on: str, prompt: str, text: str
 ) -> None:
-    # The row has the last word.
-    row = {"messages": TALK} | ({"train_on": train_on} if is_in_row else {})
-    other = "last" if train_on == "all" else "all"
-    member = read_one(model_dir, tmp_path, row, train_on=other if is_in_row else train_on)
+    # Of other columns nothing is read.
+    row = {"messages": TALK, "id": 7, "source": None, "tools": []}
+    member = read_one(model_dir, tmp_path, row, train_on=train_on)
     tokenizer = make_framing(model_dir).tokenizer
     assert spell(tokenizer, member) == (prompt, text)
     assert member.asked_ids.tolist() == tokenizer.encode(OPENING).tolist()
@@ -143,7 +141,6 @@ ASKED = {"prompt": "A?", "completion": "B"}
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (ASKED | {"promt_id": "x"}, "promt_id='x'.*keys are prompt, messages"),
         ({"completion": "B"}, "both prompt and messages, or neither"),
         ({"prompt": "A?"}, "a reply of the assistant last"),
         ({"prompt": "A?", "completion": " "}, "completion=' '"),
@@ -154,7 +151,6 @@ ASKED = {"prompt": "A?", "completion": "B"}
         ({"messages": TALK[:4]}, "a reply of the assistant last"),
         ({"messages": TALK[2:]}, "a question first"),
         ({"messages": TALK, "completion": "B"}, "something between two replies"),
-        (ASKED | {"train_on": "none"}, "train_on='none'. Allowed: .*'assistant', 'last' or 'all'"),
         (ASKED | {"weight": 0}, "weight=0"),
         ({"prompt": "A?", "completion": "<|end|>"}, "only a terminator"),
         ({"prompt": "A?", "completion": "B<|end|>C"}, "goes on behind one"),
@@ -184,16 +180,6 @@ def test_a_torn_or_empty_file_is_refused(model_dir: Path, tmp_path: Path, text: 
     path.write_text(text)
     with pytest.raises(DataError, match=words):
         read(path, make_framing(model_dir))
-
-
-def test_a_subset_is_chosen_and_counted(model_dir: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}?", "completion": "B", "source": "ab"[n % 2]} for n in range(5)]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    framing = make_framing(model_dir)
-    found = read(path, framing, subset="b")
-    assert found.describe() == f"2 demonstrations from {path} (3 rows of other sources)"
-    with pytest.raises(DataError, match=r"subset='c' .* 3 of source 'a', 2 of source 'b'"):
-        read(path, framing, subset="c")
 
 
 def test_the_same_row_twice_is_kept_once_and_counted(model_dir: Path, tmp_path: Path) -> None:
@@ -226,7 +212,6 @@ def test_the_digest_names_ids_marks_and_weights(model_dir: Path, tmp_path: Path)
     variants: list[dict[str, Any]] = [
         {},
         {"weight": 2.0},
-        {"train_on": "all"},
         {"completion": "C"},
         {"prompt": "C?"},
     ]

@@ -23,15 +23,9 @@ class SftSpec(Section):
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         default="assistant",
-        description="Part of a row that the loss covers, unless the row says otherwise: 'assistant' every"
+        description="Part of a row that the loss covers: 'assistant' every"
         " reply, 'last' the last one, 'all' every token, prompts included.",
         json_schema_extra=expert("chat data differ in which turns are worth imitating"),
-    )
-    subset: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Use only the rows of a file whose key `source` equals this text. none = all rows.",
-        json_schema_extra=expert("a file may hold several sources"),
     )
     min_reward: float = Field(
         default=1.0,

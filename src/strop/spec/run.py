@@ -228,7 +228,7 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _check_demonstrations(self) -> RunSpec:
         sft, default = self.sft, SftSpec()
-        names = ("min_reward", "max_per_example") if sft.is_from_file else ("subset", "train_on")
+        names = ("min_reward", "max_per_example") if sft.is_from_file else ("train_on",)
         given = {f"sft.{name}": getattr(sft, name) for name in names}
         changed = {key: value for key, value in given.items() if value != getattr(default, key[4:])}
         if sft.source is not None and changed:
@@ -236,7 +236,7 @@ class RunSpec(Section):
             raise SpecConflict(
                 {"sft.source": sft.source, **changed},
                 f"the setting chooses among {kind}, and the source has none",
-                allowed="min_reward and max_per_example for a run, subset and train_on for a data file",
+                allowed="min_reward and max_per_example for a run, train_on for a data file",
                 next_step=f"remove {', '.join(changed)}, or name another source",
             )
         return self

@@ -471,9 +471,9 @@ class _Said(BaseModel):
 
 
 class SftRow(BaseModel):
-    """One row in its checked form."""
+    """One row in its checked form; data sets have further columns."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     prompt: _Text | None = None
     messages: list[_Said] | None = Field(default=None, min_length=1)
@@ -482,24 +482,15 @@ class SftRow(BaseModel):
     """The reply; may be absent if messages end in one."""
     problem: _Text | None = None
     """The problem behind the prompt; never one that the run evaluates on."""
-    gold: _Text | bool | int | float | None = None
-    """The right answer to it, for a task of these rows."""
-    source: _Text | None = None
-    """Origin of the row; sft.subset selects by it."""
     weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Weight of each of its tokens in the loss."""
-    train_on: Literal["assistant", "last", "all"]
-    """Default: sft.train_on."""
     _place: str = PrivateAttr("")
 
     @classmethod
-    def read(cls, row: Row, train_on: str) -> Self:
-        """Check one row; `train_on` is the default of the row's key.
-
-        Raises: DataError naming the row and the fault.
-        """
+    def read(cls, row: Row) -> Self:
+        """Check one row. Raises: DataError naming the row and the fault."""
         try:
-            read = cls.model_validate({"train_on": train_on, **_without_none(row.values)})
+            read = cls.model_validate(_without_none(row.values))
         except ValidationError as error:
             fault = error.errors()[0]
             key = ".".join(map(str, fault["loc"])) or "keys"

@@ -32,8 +32,6 @@ from strop.train.data.offline import (
 # rollouts are: replies keep their ids, and where the chat template rewrites earlier turns, a demonstration
 # ends. Every reply is followed by the terminator exactly once, whether or not the row has it.
 
-_MAX_SHOWN = 5
-
 
 def read_file_demonstrations(spec: SftSpec, path: Path, framing: Framing) -> Demonstrations:
     """Read the demonstrations of a data file.
@@ -41,21 +39,17 @@ def read_file_demonstrations(spec: SftSpec, path: Path, framing: Framing) -> Dem
     Raises: DataError naming the row, for one that is malformed; or if none is left, or too many do not fit.
     """
     assert spec.source is not None
-    rows = [SftRow.read(row, spec.train_on) for row in read_rows(path)]
-    chosen = [row for row in rows if spec.subset in (None, row.source)]
+    rows = [SftRow.read(row) for row in read_rows(path)]
     require_some(spec.source, rows, "it has no row")
-    names = Counter("none" if row.source is None else repr(row.source) for row in rows)
-    seen = ", ".join(f"{number} of source {name}" for name, number in names.most_common(_MAX_SHOWN))
-    require_some(spec.source, chosen, f"sft.subset={spec.subset!r} chose none of its rows, {seen}")
     sieve = Sieve(framing=framing)
-    for row in chosen:
-        for candidate in render_row(row, framing):
+    for row in rows:
+        for candidate in render_row(row, framing, spec.train_on):
             sieve.add(candidate)
     return Demonstrations(
         source=spec.source,
         members=sieve.finish(spec.source, spec.max_dropped_frac),
-        problems=frozenset(" ".join(row.problem.split()) for row in chosen if row.problem),
-        counts={"rows of other sources": len(rows) - len(chosen), **sieve.counts},
+        problems=frozenset(" ".join(row.problem.split()) for row in rows if row.problem),
+        counts=sieve.counts,
     )
 
 
@@ -69,7 +63,7 @@ class _Piece:
     """The reply's text for each part of `ids`; None for messages between replies."""
 
 
-def render_row(row: SftRow, framing: Framing) -> list[Candidate]:
+def render_row(row: SftRow, framing: Framing, train_on: str) -> list[Candidate]:
     """Return the demonstrations of a row: one, or more where the template rewrites earlier turns.
 
     Raises: DataError naming the row, if the template refuses its messages or a text holds a terminator.
@@ -79,13 +73,13 @@ def render_row(row: SftRow, framing: Framing) -> list[Candidate]:
     except ConfigError as error:
         allowed = "messages that the model's chat template takes"
         raise row.malformed(f"cannot be rendered: {error}", allowed) from error
-    if row.train_on == "all" and len(pieces) > 1:
+    if train_on == "all" and len(pieces) > 1:
         allowed = "train_on = assistant or last with this model, or a conversation with one reply"
         raise row.malformed("is trained on in full, and the chat template rewrites what was said", allowed)
-    if row.train_on == "last":
+    if train_on == "last":
         pieces = pieces[-1:]
         pieces[0].texts[:-1] = [None] * (len(pieces[0].texts) - 1)
-    return [_row_to_candidate(piece, row) for piece in pieces]
+    return [_row_to_candidate(piece, row, train_on) for piece in pieces]
 
 
 def _walk(row: SftRow, framing: Framing) -> Iterator[_Piece]:
@@ -124,12 +118,12 @@ def _encode_reply(framing: Framing, row: SftRow, text: str) -> tuple[str, IntArr
     return text, np.append(token_ids, np.int32(end_id_of(tokenizer, framing.prompt_format)))
 
 
-def _row_to_candidate(piece: _Piece, row: SftRow) -> Candidate:
+def _row_to_candidate(piece: _Piece, row: SftRow, train_on: str) -> Candidate:
     prompt_ids, reply_ids = piece.prompt_ids, np.concatenate(piece.ids)
     num_asked = len(prompt_ids)
     marks = [np.full(len(ids), text is not None) for ids, text in zip(piece.ids, piece.texts, strict=True)]
     is_trained = np.concatenate(marks)
-    if row.train_on == "all":
+    if train_on == "all":
         # The first token has no context to predict it from.
         reply_ids = np.concatenate([prompt_ids[1:], reply_ids])
         prompt_ids, is_trained = prompt_ids[:1], np.ones(len(reply_ids), dtype=np.bool_)
