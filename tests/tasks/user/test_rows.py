@@ -362,7 +362,7 @@ import os
 
 def score(reply, answer):
     with open({str(judged_by)!r}, "a") as file:
-        file.write(f"{{os.getpid()}} {{os.getppid()}}\\n")
+        file.write(f"{{os.getpid()}} {{os.getsid(0)}}\\n")
     return 1.0
 """
     spec = spec_of(tmp_path, code=code)
@@ -375,12 +375,12 @@ def score(reply, answer):
             rewards = [(await found.judge(example, "")).reward]
             (tmp_path / "reward.py").write_text(code.replace("1.0", "0.0"))
             rewards.append((await found.judge(example, "")).reward)
-            worker, parent = map(int, judged_by.read_text().splitlines()[0].split())
+            worker, server = map(int, judged_by.read_text().splitlines()[0].split())
             # Another worker takes its place.
             os.kill(worker, signal.SIGKILL)
             rewards.append((await found.judge(example, "")).reward)
             # What workers are forked from has to be made anew.
-            os.kill(parent, signal.SIGKILL)
+            os.kill(server, signal.SIGKILL)
             with pytest.raises(CheckRefused) as refused:
                 # Its last worker goes a moment later.
                 await asyncio.gather(*[found.judge(example, "") for _ in range(8)])
