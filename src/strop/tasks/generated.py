@@ -127,12 +127,11 @@ class Arithmetic(Task):
         """Compare the last number of the reply with the sum."""
         from strop.tasks.mathematics import last_number
 
-        judged = text_after_thinking(text) or ""
+        # Without its numbers an example has no score.
+        judged, total = text_after_thinking(text) or "", example.fields["a"] + example.fields["b"]
         number = last_number(judged)
-        if number is None:
-            return right_or_wrong(False, format_ok=False)
-        is_last = judged.rstrip(" \n.!)]}*$_`'\"").endswith(number.text)
-        return right_or_wrong(number.value == example.fields["a"] + example.fields["b"], format_ok=is_last)
+        is_last = number is not None and judged.rstrip(" \n.!)]}*$_`'\"").endswith(number.text)
+        return right_or_wrong(number is not None and number.value == total, format_ok=is_last)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the sum alone, in a sentence, with thousands commas and with a decimal part."""

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.spec.built_in import import_kind
+from strop.spec.built_in import built_in_tasks, import_kind
 from strop.spec.parts import MixtureSpec
 from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection, UserEnvironmentSpec
 from strop.tasks.task import Task
@@ -25,6 +25,12 @@ def build_task(spec: TaskSection) -> Task:
     Raises: ConfigError if a setting cannot work with this task.
     """
     task: Task = _build(spec)
+    if isinstance(spec, UserCodeSection) and task.name in built_in_tasks():
+        raise ConfigError(
+            f"task.name={spec.name}: two tasks are called {task.name}, and one of them is strop's own",
+            allowed="a name that no built-in task has",
+            next_step="rename the class, or the entry point",
+        )
     if spec.agent is not None:
         task = import_module(_AGENTS).AgentTask(task, spec)
     if spec.order_file is None:

@@ -93,9 +93,10 @@ async def judge_as_attempted(judge: Judge, example: Example, text: str) -> Outco
     Every reply is the best of a group of one. If no right reply is known, the rival says nothing.
     """
     task = judge.task
-    outcome, rivals = await judge.judge(example, text), task.gold_replies(example) or ("I do not know.",)
+    outcome = await judge.judge(example, text)
     is_best = outcome.reward is not None and outcome.reward >= task.limits_of(example).max_reward
-    if not is_best or text in rivals or not task.compares(example):
+    rivals = (task.gold_replies(example) or ("I do not know.",)) if task.compares(example) else ()
+    if not is_best or text in rivals or not rivals:
         return outcome
     return (await judge.judge_group(example, [text, rivals[0]], [Outcome(parts={})] * 2))[0]
 
