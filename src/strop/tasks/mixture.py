@@ -49,7 +49,7 @@ class Mixture(TasksInOne):
         limits = [task.limits for task in tasks.values()]
         self.limits = TaskLimits(
             max_reply_tokens=max(limit.max_reply_tokens for limit in limits),
-            full_reply_tokens=max(limit.own_reply_tokens for limit in limits),
+            own_reply_tokens=max(limit.own_reply_tokens for limit in limits),
             max_reward=max(limit.max_reward for limit in limits),
             min_reward=min(limit.min_reward for limit in limits),
             chance=max(limit.chance for limit in limits),

@@ -32,8 +32,8 @@ class TaskLimits:
 
     max_reply_tokens: int
     """Tokens that a reply may use: the most that a full solution needs, or what a run says."""
-    full_reply_tokens: int | None = None
-    """The task's own budget if a run set `max_reply_tokens`, else None."""
+    own_reply_tokens: int = 0
+    """The task's own budget, whatever a run set; 0: it has none."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a reply, in addition to the model's own terminator."""
     base_stop_strings: tuple[str, ...] = ()
@@ -54,11 +54,6 @@ class TaskLimits:
     def stops(self, *, is_base: bool) -> tuple[str, ...]:
         """Return the texts that end a reply to a prompt of this form."""
         return self.stop_strings + self.base_stop_strings if is_base else self.stop_strings
-
-    @property
-    def own_reply_tokens(self) -> int:
-        """The task's own budget, whatever a run set."""
-        return self.full_reply_tokens or self.max_reply_tokens
 
 
 THINKING_TOKENS = 8192
@@ -88,9 +83,7 @@ def fit_limits(limits: TaskLimits, spec: TaskSpec) -> TaskLimits:
         stop, own_tokens = (), own_tokens + THINKING_TOKENS
     if stop is not None:
         limits = replace(limits, stop_strings=stop, base_stop_strings=())
-    if asked is None:
-        return replace(limits, max_reply_tokens=own_tokens)
-    return replace(limits, max_reply_tokens=asked, full_reply_tokens=own_tokens)
+    return replace(limits, max_reply_tokens=asked or own_tokens, own_reply_tokens=own_tokens)
 
 
 def right_or_wrong(is_correct: bool, *, format_ok: bool, extracted: str | None = None) -> Outcome:

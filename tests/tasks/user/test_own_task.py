@@ -255,12 +255,6 @@ def test_it_is_a_part_like_any_other(tmp_path: Path) -> None:
         MixtureSpec(name="mixture", parts={"own": {**part, "lo": 3}})
 
 
-def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(CODE.replace("class Doubling", "class arithmetic"))
-    with pytest.raises(ConfigError, match="arithmetic"):
-        build_task(UserTaskSpec(name=f"{tmp_path / 'own.py'}:arithmetic"))
-
-
 def test_those_that_judge_make_no_examples(tmp_path: Path) -> None:
     made = tmp_path / "made"
     code = CODE.replace(
