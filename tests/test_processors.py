@@ -132,7 +132,7 @@ def test_a_run_is_the_same_on_an_emulated_processor(tmp_path: Path, on_this_one:
     found = run_whole(
         tmp_path,
         emulator=(X86, "-cpu", "Nehalem"),
-        words=("--once", "placement.threads=1", "train.steps=1"),
+        words=("--once", "train.steps=1"),
         variables={"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     )
     assert found["capability"] == "DEFAULT"

@@ -53,16 +53,14 @@ class PlainRows:
         begin = 0 if self.rule.window is None else -self.rule.window
         keys, values = (stored[layer][:, begin:] for stored in self.rows[row])
         ratio = self.shape.num_heads // self.shape.num_kv_heads
-        outputs = []
-        for head in range(self.shape.num_heads):
-            scores = keys[head // ratio] @ query_H_E[head] * SCALING
-            if self.rule.cap is not None:
-                scores = self.rule.cap * torch.tanh(scores / self.rule.cap)
-            if self.rule.sinks is not None:
-                scores = torch.cat([scores, self.rule.sinks[head : head + 1]])
-            weights = torch.softmax(scores, dim=0)[: keys.shape[1]]
-            outputs.append(weights @ values[head // ratio])
-        return torch.stack(outputs)
+        keys, values = keys.repeat_interleave(ratio, 0), values.repeat_interleave(ratio, 0)
+        scores = (keys @ query_H_E[:, :, None])[:, :, 0] * SCALING
+        if self.rule.cap is not None:
+            scores = self.rule.cap * torch.tanh(scores / self.rule.cap)
+        if self.rule.sinks is not None:
+            scores = torch.cat([scores, self.rule.sinks[:, None]], dim=1)
+        weights = torch.softmax(scores, dim=1)[:, : keys.shape[1]]
+        return (weights[:, None] @ values)[:, 0]
 
 
 def decode_step(cache: KVCache, plain: PlainRows) -> None:
@@ -134,7 +132,7 @@ def test_caps_sinks_and_narrow_values(
 
 
 def live_randomly(shape: ModelShape, rule: ScoreRule, *, may_use_kernels: bool) -> None:
-    for seed in range(4):
+    for seed in range(2):
         choose = np.random.default_rng(seed)
         plain = PlainRows(shape, seed, rule)
         cache = make_cache(shape, max_num_seqs=5, num_slots=40, may_use_kernels=may_use_kernels)
