@@ -35,7 +35,6 @@ RIGHT = call("bash", command="echo 5 > answer.txt")
 CONFIG = FILES["task.toml"]
 BASE = "localhost/nothing:1"
 BUILT: set[str] = set()
-TAMPERED = 'kill -9 $PPID; rm -r /logs; mkdir -p /logs; echo "#!/bin/false" > /bin/sh'
 
 
 def read(folder: Path, **changed: str | None) -> Any:

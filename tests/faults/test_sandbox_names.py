@@ -27,7 +27,7 @@ from strop.runtime.server_plane import OPENHANDS
 from strop.sandbox import SandboxSpec, make_backend
 from tests.conftest import require_system_part
 from tests.fixtures.commands import Run
-from tests.fixtures.conformance import require_passed
+from tests.fixtures.conformance import real_client, require_passed
 from tests.fixtures.runtime_client import SERVER, RuntimeClient, wait_for
 from tests.fixtures.runtime_processes import Processes, service_of
 from tests.fixtures.sandboxes import needs_podman
@@ -196,8 +196,9 @@ def test_an_injected_server_starts_in_a_debian_image_for_the_real_client(tmp_pat
     with (
         imported(root) as image,
         served(tmp_path / "service", "--data-plane", "inject", memory_mib=2048) as (_, service),
+        real_client(),
     ):
-        require_passed(service, (1,), image=image)
+        require_passed(service, (1, 14), image=image)
 
 
 @pytest.mark.parametrize("place", ["shown", "images"])

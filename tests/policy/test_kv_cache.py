@@ -51,9 +51,8 @@ class PlainRows:
     def attend(self, layer: int, row: int, query_H_E: torch.Tensor) -> torch.Tensor:
         """Return plain softmax attention of one query. Shapes: (H, F)."""
         begin = 0 if self.rule.window is None else -self.rule.window
-        keys, values = (stored[layer][:, begin:] for stored in self.rows[row])
         ratio = self.shape.num_heads // self.shape.num_kv_heads
-        keys, values = keys.repeat_interleave(ratio, 0), values.repeat_interleave(ratio, 0)
+        keys, values = (one[layer][:, begin:].repeat_interleave(ratio, 0) for one in self.rows[row])
         scores = (keys @ query_H_E[:, :, None])[:, :, 0] * SCALING
         if self.rule.cap is not None:
             scores = self.rule.cap * torch.tanh(scores / self.rule.cap)

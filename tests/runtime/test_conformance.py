@@ -15,7 +15,7 @@ from strop.errors import StoreError
 from strop.runtime.server_plane import OPENHANDS
 from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
-from tests.fixtures.conformance import CASES, require_passed
+from tests.fixtures.conformance import CASES, real_client, require_passed
 from tests.fixtures.docker_daemon import docker
 from tests.fixtures.runtime_processes import service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman, on_every_backend
@@ -45,13 +45,15 @@ _HUNGRY = "#!/bin/sh\nexec tail /dev/zero\n"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def environment() -> None:
-    """OpenHands' environment, which `make openhands-deps` makes."""
+def client() -> Iterator[None]:
+    """OpenHands' client, from the environment which `make openhands-deps` makes."""
     try:
         find_interpreter((3, 12))
     except StoreError as error:
         require_system_part(f"Python 3.12 ({error})", found=False)
     require_system_part("OpenHands' client (make openhands-deps)", OPENHANDS.is_ready())
+    with real_client():
+        yield
 
 
 @pytest.mark.slow
@@ -78,13 +80,6 @@ def test_without_images_a_real_server_is_slow_missing_or_dies(
     words = ("--backend", backend, "--data-plane", plane)
     with service_of(tmp_path, *words, memory_mib=memory_mib) as service:
         require_passed(service, (case,), extra={given: "host"})
-
-
-@pytest.mark.slow
-@needs_podman
-def test_a_real_agent_server_in_a_container_serves_the_real_client(tmp_path: Path) -> None:
-    with service_of(tmp_path, "--backend", "podman", "--data-plane", "inject", memory_mib=2048) as service:
-        require_passed(service, (14,))
 
 
 @pytest.mark.slow
@@ -134,7 +129,7 @@ def test_docker_starts_images_of_its_own(tmp_path: Path) -> None:
     image = "localhost/strop-conformance-base:1"
     docker("import", "-", image, stdin=packed.getvalue())
     with service_of(tmp_path, "--backend", "docker") as service:
-        require_passed(service, RUN["docker"], image=image, many=12)
+        require_passed(service, RUN["docker"], image=image)
     # Those that lent images too.
     assert "strop-sandbox-" not in docker("ps", "--all", "--format", "{{.Names}}")
 
