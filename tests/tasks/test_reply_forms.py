@@ -79,4 +79,4 @@ def test_reasoning_gym(form: Form) -> None:
 def test_rewards_of_rows(form: Form) -> None:
     reward, gold = form["reward"], form["gold"]
     example = Example(task="rows", example_id="0", fields={"answer": gold}, answer=gold)
-    assert GRADERS[reward].judge(example, form["input"], "").is_correct == form["right"]
+    assert GRADERS[reward][2](example, form["input"], "").is_correct == form["right"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from unicodedata import normalize
 
 from strop.rollout import Example, Outcome
@@ -28,24 +28,6 @@ from strop.tasks.mathematics import (
 from strop.tasks.overlap import normal_text
 from strop.tasks.rows.row_task import gold_of
 from strop.tasks.task import right_or_wrong
-
-
-class Grader(NamedTuple):
-    """How the answers of one kind are read and compared."""
-
-    read_gold: Callable[[Any], str | None]
-    """Return a row's answer as it is compared; None: it is no answer of this kind."""
-    allowed: str
-    """What `read_gold` reads."""
-    judge: Callable[[Example, str, str], Outcome]
-    """Judge a reply to an example with this question."""
-
-    def require_gold(self, value: Any) -> str:
-        """Return a row's answer as it is compared. Raises: ValueError if it is none."""
-        answer = self.read_gold(value)
-        if answer is None:
-            raise ValueError(f"{value!r:.80}")
-        return answer
 
 
 def _judge_number(example: Example, text: str, question: str, *, is_marked_so: bool = False) -> Outcome:
@@ -210,12 +192,14 @@ def _read_text(value: Any) -> str | None:
 
 
 _FORMULA = "a number, a formula or a word"
-GRADERS: Mapping[str, Grader] = {
-    "number": Grader(_read_number, "a number", _judge_number),
-    "marked-number": Grader(_read_number, "a number", partial(_judge_number, is_marked_so=True)),
-    "math": Grader(_read_formula, _FORMULA, _judge_formula),
-    "strict-math": Grader(_read_formula, _FORMULA, partial(_judge_formula, is_strict=True)),
-    "letter": Grader(_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
-    "exact": Grader(_read_text, "a text", _compared(_is_spelled)),
-    "contains": Grader(_read_text, "a text", _compared(_contains)),
+GRADERS: Mapping[str, tuple[Callable[[Any], str | None], str, Callable[[Example, str, str], Outcome]]] = {
+    "number": (_read_number, "a number", _judge_number),
+    "marked-number": (_read_number, "a number", partial(_judge_number, is_marked_so=True)),
+    "math": (_read_formula, _FORMULA, _judge_formula),
+    "strict-math": (_read_formula, _FORMULA, partial(_judge_formula, is_strict=True)),
+    "letter": (_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
+    "exact": (_read_text, "a text", _compared(_is_spelled)),
+    "contains": (_read_text, "a text", _compared(_contains)),
 }
+"""By name: what returns a row's answer as it is compared, or None; what answers it reads; and what judges a
+reply to an example with this question."""

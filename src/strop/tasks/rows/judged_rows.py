@@ -20,7 +20,7 @@ from strop.spec.judge import JudgeSettings
 from strop.spec.task import SOURCE_HELP, CodeTaskSection, JudgedByUser, TrainingRows
 from strop.spec.template import fill, list_names, refuse_malformed
 from strop.tasks.answers import show_answer
-from strop.tasks.graders import GRADERS, Grader
+from strop.tasks.graders import GRADERS
 from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import find_boxes, warm_up
 from strop.tasks.rows.layout import DataSet, Row, bad_row
@@ -184,15 +184,19 @@ class RowsSpec(CodeTaskSection, RewardSection):
 class BuiltIn(Reward):
     """A built-in reward, which compares a reply with the answer."""
 
-    def __init__(self, name: str, grader: Grader, question: Callable[[Example], str]) -> None:
+    def __init__(self, name: str, question: Callable[[Example], str]) -> None:
         """`question`: returns what a reply may repeat."""
         self.name = self.identity = name
-        self.allowed = grader.allowed
-        self.read_answer = grader.require_gold  # type: ignore[method-assign]
-        self._judge = grader.judge
+        self._read, self.allowed, self._judge = GRADERS[name]
         self._question = question
         self.limit_s = _SYMBOLIC_LIMIT_S if name == "math" else 0.0
         self.warm_up = warm_up if name == "math" else super().warm_up  # type: ignore[method-assign]
+
+    @override
+    def read_answer(self, value: Any) -> str:
+        if (answer := self._read(value)) is None:
+            raise ValueError(f"{value!r:.80}")
+        return answer
 
     def judge(self, example: Example, reply: str) -> Outcome:
         """Judge a reply to an example with this reward's answer."""
@@ -258,7 +262,7 @@ class JudgedRows(RowTask):
             from strop.tasks.code.row_tests import PythonTests
 
             return PythonTests(spec)
-        return BuiltIn(name, GRADERS[name], self.question)
+        return BuiltIn(name, self.question)
 
     @override
     def warm_up(self) -> None:
