@@ -28,6 +28,7 @@ from strop.tasks.failures import to_failure
 
 Handler = Callable[[Any], Any]
 """Takes a value that can be pickled, returns one."""
+_BUILD_LIMIT_S = 600.0
 _RETRY_FACTOR = 4.0
 """How much longer a call may take the second time: the machine may be busy."""
 _MAX_BYTES = 1 << 32  # Of a worker's memory.
@@ -76,7 +77,8 @@ class WorkerPool:
         try:
             if worker is None:
                 worker = await self._fork()
-                _, failure = await _receive(worker[0])
+                async with asyncio.timeout(_BUILD_LIMIT_S):
+                    _, failure = await _receive(worker[0])
                 if failure is not None:
                     raise CheckRefused(
                         f"a verifier's process could not be made ready: {failure.detail}",
