@@ -336,7 +336,7 @@ class JudgedRows(RowTask):
             "the last box": "".join(find_boxes(text)[-1:]),
         }[data.answer_in]
         if data.answer_in != "all":
-            fields["solution"] = value
+            fields["solution"] = text_of(replace(row, values=fields), str(data.answer))
         if found == "" != value:
             raise bad_row(
                 f"column {data.answer} of {row.place} is {value!r:.80}", f"one with {data.answer_in}"
