@@ -219,13 +219,3 @@ def test_gold_replies_that_a_stop_string_would_cut_are_found(tmp_path: Path) -> 
 def test_a_template_that_tells_the_answer_is_found(tmp_path: Path) -> None:
     task = gsm8k(tmp_path, prompt_template="{question} {solution}")
     assert {finding.probe for finding in run_self_test(task, task.examples(Split.TRAIN))} == {"echo"}
-
-
-def test_a_curriculum_is_asked_as_the_run_says_too(tmp_path: Path) -> None:
-    example = build_task(ArithmeticSpec()).examples(Split.TRAIN)[5]
-    order = tmp_path / "order.jsonl"
-    order.write_text(json.dumps({"example_id": example.example_id}))
-    task = build_task(ArithmeticSpec(order_file=str(order), prompt_template="{a}+{b}", stop=("\n\n",)))
-    assert task.examples(Split.TRAIN) == (example,)
-    assert task.render(example)[0].text == f"{example.fields['a']}+{example.fields['b']}"
-    assert task.limits_of(example).stop_strings == ("\n\n",) == task.limits.stop_strings

@@ -125,6 +125,17 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
 
 
 @pytest.mark.slow
+def test_a_server_without_echo_gives_no_score(
+    server: CompletionsServer, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Taken as they come, each choice would be certain, and the first one chosen."""
+    server.gives_logprobs = False
+    word = f"harness.include={tmp_path}"
+    assert begin(server.url, tiny_model_dir, tmp_path / "out", "caps", word) == 1
+    assert not list((tmp_path / "out").glob("*.json"))
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("harness_python")
 def test_a_cut_reply_of_vllm_is_seen_and_a_terminator_and_a_stop_string_are_no_cut(tmp_path: Path) -> None:
     """Incident: texts were encoded again, to fewer tokens than were generated, and the table said 0.0 %."""
