@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from strop.errors import DataError, SandboxError, SandboxLost
@@ -97,8 +96,9 @@ async def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandb
 
 def _numpy_mounts() -> tuple[Mount, ...]:
     """Return the mounts of numpy, with the `.libs` folder of its wheel."""
-    spec = find_spec("numpy")
-    package = Path((spec and spec.origin) or "/").parent
+    import numpy as np
+
+    package = Path(np.__file__).parent
     folders = [one for one in (package, Path(f"{package}.libs")) if one.is_dir()]
     return tuple(Mount(host_path=str(one), inside_path=f"{PACKAGES_DIR}/{one.name}") for one in folders)
 
