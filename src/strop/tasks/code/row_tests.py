@@ -56,13 +56,13 @@ _FAILING = ast.Assert | ast.Raise
 class PythonTests(Reward):
     """The tests of a row, run over the reply's program."""
 
-    name = identity = "python-tests"
     limit_s = WALL_S + SPARE_VERIFY_S
     allowed = (
         "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md"
     )
 
-    def __init__(self, spec: SandboxSettings) -> None:
+    def __init__(self, name: str, spec: SandboxSettings) -> None:
+        self.name = self.identity = name
         self._spec = spec
 
     @override

@@ -166,6 +166,7 @@ def serve(connection: Any) -> NoReturn:
         file.write("1000")
     sys.path.append(PACKAGES_DIR)
     objects: list[Any] = []
+    operations = {**vars(operator), **vars(builtins), **globals()}
 
     def refer(value: Any) -> Any:
         objects.append(value)
@@ -175,8 +176,7 @@ def serve(connection: Any) -> NoReturn:
         operation, *rest = _receive(connection)
         try:
             arguments, keywords = (decode(part, objects.__getitem__) for part in rest)
-            apply = {**vars(operator), **vars(builtins), **globals()}[operation]
-            reply = encode(("value", apply(*arguments, **keywords)), refer)
+            reply = encode(("value", operations[operation](*arguments, **keywords)), refer)
         except BaseException as error:
             reply = encode(_describe_raised(error), refer)
         _send(connection, reply)

@@ -77,7 +77,7 @@ class InstructionTask(RowTask):
     Metrics: `instructions_total`, `instructions_satisfied`.
     """
 
-    def __init__(self, spec: PublishedRows, verifier: str = "instructions-6", **limits: Any) -> None:
+    def __init__(self, spec: InstructionSpec, verifier: str = "instructions-6", **limits: Any) -> None:
         load_detector()
         super().__init__(spec, verifier, max_goldless_frac=1.0, **limits)
 

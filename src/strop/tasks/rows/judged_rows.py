@@ -261,7 +261,7 @@ class JudgedRows(RowTask):
         if name == SANDBOXED:
             from strop.tasks.code.row_tests import PythonTests
 
-            return PythonTests(spec)
+            return PythonTests(name, spec)
         return BuiltIn(name, self.question)
 
     @override

@@ -131,9 +131,8 @@ class UserReward(Reward):
 
     async def _call(self, values: Mapping[str, Any]) -> Any:
         names = values if self.signature.takes_others else self.signature.parameters
-        return await call_foreign(
-            load_code(self.ref, self._digest), **{key: values[key] for key in names if key in values}
-        )
+        given = {key: values[key] for key in names if key in values}
+        return await call_foreign(load_code(self.ref, self._digest), **given)
 
 
 async def call_foreign(function: Callable[..., Any], /, *values: Any, **named: Any) -> Any:
