@@ -58,14 +58,14 @@ def task_of(tmp_path: Path, *words: str, code: str = CODE) -> Task:
     return build_task(load(tmp_path, *words, code=code).spec.task)
 
 
-def test_a_class_is_a_task(tmp_path: Path) -> None:
-    task = task_of(tmp_path)
+def test_a_class_is_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = task_of(tmp_path, code=f"print('loaded')\n{CODE}")
+    assert (task.limits.verify_limit_s, capsys.readouterr().out) == (10.0, "")
     first = task.examples(Split.TRAIN)[0]
     assert (task.name, first.fields, first.answer) == ("Doubling", {"n": 2}, "4")
     assert [(one.role, one.text) for one in task.render(first)] == [("user", "What is 2 * 2?")]
     assert [len(task.examples(split)) for split in Split] == [31, 7]
     assert run_self_test(task, task.examples(Split.TRAIN)[:8]) == []
-    assert task.limits.verify_limit_s == 10.0
     found = judge(load(tmp_path).spec.task, "It is 4", "5")
     assert [(one.reward, one.is_correct) for one in found] == [(1.0, True), (0.0, False)]
 

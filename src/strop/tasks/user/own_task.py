@@ -134,9 +134,10 @@ class OwnTask(Task):
 
     def make_own(self) -> Any:
         """Load the class into this process and instantiate it."""
-        kind, values = load_code(self._spec.ref, self._digest), dict(self._inspected.values)
+        with redirect_stdout(sys.stderr):
+            kind = load_code(self._spec.ref, self._digest)
         with self.asking("be made with its settings"):
-            settings = settings_class(kind)
+            settings, values = settings_class(kind), dict(self._inspected.values)
             return kind() if settings is None else kind(TypeAdapter(settings).validate_python(values))
 
     @cached_property
