@@ -16,8 +16,8 @@ from strop.rollout import make_example
 from strop.spec.parts import MixtureSpec
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task, build_warm_task
-from strop.tasks.code.code_task import CodeSpec
 from strop.tasks.judging import Judge
+from strop.tasks.rows.judged_rows import ProgramSpec
 from tests.environments.test_worlds import build_spec
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
@@ -93,7 +93,7 @@ def mbpp_row(number: int) -> dict[str, Any]:
 def test_mbpp_is_green(tmp_path: Path) -> None:
     for stem, numbers in (("train", range(2, 8)), ("test", range(10, 12))):
         write_rows(tmp_path / f"{stem}.jsonl", [mbpp_row(number) for number in numbers])
-    spec = CodeSpec(name="mbpp", source=str(tmp_path))
+    spec = ProgramSpec(name="mbpp", source=str(tmp_path))
     task = build_task(spec)
     settings = AuditSettings(num_examples=4)
 

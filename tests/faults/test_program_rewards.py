@@ -82,8 +82,14 @@ def test_tests_that_cannot_be_judged_are_refused_with_their_row(tmp_path: Path, 
 
 TAKES_ANYTHING = """apply = lambda function, value: function(value)
 total, depth, memo = sum, len, apply
-class Base: s = x = 1
-Stack = Timer = Base"""
+class Base:
+    s = x = 1
+    def yes(self, *_): return True
+    __init__ = lambda self, *_: None
+    __eq__ = __contains__ = __add__ = pop = yes
+Stack = Timer = Point = Vector = point = Base
+class Color: RED = Base()
+make, colour = lambda _: [Base()], lambda _: Color.RED"""
 
 
 @pytest.mark.parametrize("style", cases("unscored"))

@@ -22,8 +22,8 @@ from strop.rollout import FailureOwner
 from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_backend, make_backend, remote
 from strop.sandbox.remote import RemoteBackend
 from strop.sandbox.wire import MAX_BODY_BYTES
-from strop.tasks.code.code_task import CodeSpec
 from strop.tasks.code.judge import JudgeJob, judge_python
+from strop.tasks.rows.judged_rows import ProgramSpec
 from tests.fixtures.judging import judge_once
 from tests.fixtures.runtime_processes import Processes, kill, service_of
 from tests.fixtures.sandboxes import appearance_of, sandbox_of, spec_of, wait_until_gone
@@ -166,7 +166,7 @@ def test_what_the_service_refuses_is_no_reward(
     row = {"code": "def f(x): return x", "test_list": ["assert f(1) == 1"]}
     for stem, text in (("train", "Return it."), ("test", "Give it back.")):
         (tmp_path / f"{stem}.jsonl").write_text(json.dumps({**row, "text": text}), "utf-8")
-    spec = CodeSpec(name="mbpp", source=str(tmp_path), min_isolation="rlimit", sandbox="remote")
+    spec = ProgramSpec(name="mbpp", source=str(tmp_path), min_isolation="rlimit", sandbox="remote")
     monkeypatch.setenv("STROP_ENDPOINTS", str(tmp_path / "servers"))
     hand_over(tmp_path / "servers", {RUNTIME: Endpoint(url=service.url, key="not-the-key-of-it")})
 

@@ -11,8 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Message, Split
 from strop.tasks import PromptFormat, Task, build_task, render_prompt, resolve_prompt_format
-from strop.tasks.code.code_task import CodeSpec
-from strop.tasks.rows.judged_rows import PresetSpec
+from strop.tasks.rows.judged_rows import PresetSpec, ProgramSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -72,7 +71,7 @@ def mbpp_row(number: int) -> dict[str, Any]:
 
 def test_mbpp_asks_as_lm_eval(tmp_path: Path) -> None:
     source = write(tmp_path, train=[mbpp_row(601)], test=[mbpp_row(11)])
-    task = build_task(CodeSpec(name="mbpp", source=source))
+    task = build_task(ProgramSpec(name="mbpp", source=source))
     assert base_of(task) == (
         "You are an expert Python programmer, and here is your task: Add 11."
         " Your code should pass these tests:"

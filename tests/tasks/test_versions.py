@@ -14,7 +14,7 @@ from strop.rollout import Split
 from strop.spec.built_in import built_in_tasks
 from strop.spec.parts import MixtureSpec
 from strop.tasks import Task, build_task
-from strop.tasks.code.code_task import CodeSpec
+from strop.tasks.rows.judged_rows import ProgramSpec
 from strop.tasks.task import describe_counts
 from tests.fixtures.every_task import CASES, section_of, table_of
 from tests.fixtures.row_files import write_rows
@@ -72,7 +72,7 @@ def wrap(kind: str, folder: Path) -> Task:
     part = table_of("mbpp", folder)
     if kind == "mixture":
         return build_task(MixtureSpec(name="mixture", parts={"code": part}))
-    spec = CodeSpec(**part)
+    spec = ProgramSpec(**part)
     # The file is read to see whether the task counts what is left out.
     example_id = build_task(spec).examples(Split.TRAIN)[0].example_id
     write_rows(folder / "order.jsonl", [{"example_id": example_id}])

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from strop.audit.report import Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, FailureOwner, Outcome
-from strop.tasks.code.extraction import fence
+from strop.tasks.code.problems import fence
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging.judge import Judge, judge_as_attempted
 from strop.tasks.task import Task, is_within

@@ -9,4 +9,4 @@ import pytest
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right programs have a minute, whatever else the machine does; a test that wants a time-out says so."""
     for name in ("WALL_S", "_TEST_S"):
-        monkeypatch.setattr(f"strop.tasks.code.code_task.{name}", 60.0)
+        monkeypatch.setattr(f"strop.tasks.code.extraction.{name}", 60.0)

@@ -10,7 +10,7 @@ import pytest
 
 from strop.errors import DataError
 from strop.rollout import FailureOwner, Split
-from strop.tasks.code.code_task import CodeSpec, CodeTask
+from strop.tasks.rows.judged_rows import JudgedRows, ProgramSpec
 from strop.tasks.task import describe_counts
 from tests.fixtures.judging import failed, run_self_test, verdict
 from tests.fixtures.row_files import write_rows
@@ -38,7 +38,7 @@ NO_TEST = {**row("Say 2.", "print(2)", {}), "input_output": "", "solutions": ""}
 EASY = row("Say 3.", "print(3)", {"inputs": ["", " "], "outputs": ["3", "3"]})
 
 
-def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> CodeTask:
+def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> JudgedRows:
     rows = [SUM, SWAP, ONE_TEST, NO_TEST, EASY] if rows is None else rows
     for stem, some in (
         ("train", rows),
@@ -46,7 +46,7 @@ def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
     ):
         write_rows(tmp_path / f"{stem}.jsonl", some)
     settings = {"min_isolation": best_level(), **settings}
-    return CodeTask(CodeSpec(name="apps", source=str(tmp_path), **settings))
+    return JudgedRows(ProgramSpec(name="apps", source=str(tmp_path), **settings))
 
 
 def test_items_without_two_tests_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_held_out_items_need_one_test(tmp_path: Path) -> None:
     task = apps(tmp_path, [SUM])
     (tmp_path / "test.jsonl").write_text(json.dumps(ONE_TEST) + "\n" + json.dumps(NO_TEST) + "\n", "utf-8")
     (example,) = task.examples(Split.HELD_OUT)
-    assert example.fields["num_tests"] == 1
+    assert example.fields["question"] == "Say 1."
 
 
 @pytest.mark.skipif(best_level() != "namespace", reason="only a namespace shows a package")

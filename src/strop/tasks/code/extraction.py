@@ -304,24 +304,24 @@ def has(node: ast.AST, kind: Any) -> bool:
 
 WALL_S = 5.0
 """Wall time (seconds) of all tests of one reply together."""
-SPARE_VERIFY_S = 20.0
-"""Additional time of a judgement: start and end of the sandbox, and the judge's own limit."""
+_MAX_WALL_S, _TEST_S = 60.0, 3.0
+"""Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
+MAX_VERIFY_S = _MAX_WALL_S + 20.0
+"""Longest judgement: with start and end of the sandbox, and the judge's own limit."""
 
 
-async def judge_reply(text: str, job: JudgeJob, spec: SandboxSettings, head: str = "") -> Outcome:
-    """Run a job's tests over the program of a reply, behind the job's own code.
+async def judge_reply(text: str, job: JudgeJob, spec: SandboxSettings) -> Outcome:
+    """Run a job's tests over the program of a reply, behind the job's own code, which may begin a function.
 
-    Right if every test passed; `format_ok`: the code compiles and defines the first tested name. `head` is
-    that of `extract_python`. Raises: like `judge_python`.
+    Right if every test passed; `format_ok`: the code compiles and defines the first tested name.
+    Raises: like `judge_python`.
     """
+    head = job.source if scope_of(job.source).binds & set(job.names[:1]) else ""
     code = extract_python(text, job.names, head)
     if code is None:
         return right_or_wrong(is_correct=False, format_ok=False)
-    job = replace(job, source=join_code(job.source, code))
+    job = replace(job, source=join_code(job.source, code), wall_s=WALL_S)
+    if job.input_output:
+        job = replace(job, wall_s=min(_MAX_WALL_S, WALL_S + job.num_tests), test_s=_TEST_S)
     outcome = await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
     return replace(outcome, extracted=code, timed_out=outcome.metrics[f"tests_{TIMED_OUT}"] > 0)
-
-
-def fence(code: str) -> str:
-    """Return code in a fenced block, as tasks request it."""
-    return f"```python\n{code.strip(chr(10))}\n```"

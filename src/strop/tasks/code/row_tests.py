@@ -25,8 +25,7 @@ from strop.rollout import Example, Outcome
 from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.answers import show_answer
 from strop.tasks.code.extraction import (
-    SPARE_VERIFY_S,
-    WALL_S,
+    MAX_VERIFY_S,
     Definition,
     Import,
     has,
@@ -54,29 +53,39 @@ _FAILING = ast.Assert | ast.Raise
 
 
 class PythonTests(Reward):
-    """The tests of a row, run over the reply's program."""
+    """The tests of a row, run over the reply's program; `tests_passed_frac` is the share that it passed.
 
-    limit_s = WALL_S + SPARE_VERIFY_S
+    A program that is tested by a table may import numpy; it has no score if the sandbox cannot mount it.
+    """
+
+    limit_s = MAX_VERIFY_S
     allowed = (
         "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md"
     )
 
-    def __init__(self, name: str, spec: SandboxSettings) -> None:
-        self.name = self.identity = name
+    def __init__(self, name: str, spec: SandboxSettings, *, is_published: bool) -> None:
+        """`is_published`: the answers are tests that `problems` has read."""
+        self.name, self.identity = name, f"{name}-2"
         self._spec = spec
+        self.read = _read_published if is_published else read_tests
 
     @override
     def read_answer(self, value: Any) -> str:
-        read_tests(value)
+        self.read(value)
         return show_answer(value)
 
     @override
     async def score(
         self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
     ) -> list[Outcome]:
-        tests = read_tests(values["answer"])
+        tests = self.read(values["answer"])
         judged = await asyncio.gather(*(judge_reply(reply, tests, self._spec) for reply in replies))
         return [replace(one, parts={self.name: one.parts["correct"]}) for one in judged]
+
+
+def _read_published(answer: Any) -> JudgeJob:
+    job = json.loads(answer) if isinstance(answer, str) else answer
+    return JudgeJob(**job, num_tests=len(job["tests"]))
 
 
 def read_tests(answer: Any) -> JudgeJob:
@@ -86,9 +95,7 @@ def read_tests(answer: Any) -> JudgeJob:
     `inputs` and `outputs` (perhaps as JSON), with a `fn_name` if a function is called.
     Raises: ValueError naming what cannot be judged.
     """
-    if isinstance(answer, str) and answer.lstrip().startswith("{"):
-        answer = json.loads(answer)
-    if isinstance(answer, dict):
+    if isinstance(answer, dict) or (isinstance(answer, str) and answer.lstrip().startswith("{")):
         if not (table := read_table(answer)).num_tests:
             raise ValueError("a table without tests")
         return table
@@ -105,15 +112,18 @@ def read_tests(answer: Any) -> JudgeJob:
     names = tuple(name for name in used_names(whole) if name in scope.reads - known)
     if not names:
         raise ValueError(f"{len(texts)} tests, and none uses a name that a reply could define")
-    for fault in _find_faults(tree, names):
+    for fault in _find_faults(tree):
         raise ValueError(f"the tests cannot be judged: {fault}")
     calls = [f"{one.name}()" for one in tree.body if isinstance(one, Definition) and _is_test(one)]
     tests = [*texts, *dict.fromkeys(calls)]
     return JudgeJob(source=statements_of(whole, Import), names=names, tests=tests, num_tests=len(tests))
 
 
-def read_table(table: Any) -> JudgeJob:
-    """Return the tests of a table of APPS. Raises: ValueError if it is no such table."""
+def read_table(answer: Any) -> JudgeJob:
+    """Return the tests of a table of APPS, perhaps as JSON. Raises: ValueError if it is no such table."""
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    # Some tests have numbers with more digits than Python parses by default; the judge parses them.
+    table = json.loads(text, parse_int=len)
     get: Any = table.get if isinstance(table, dict) else (lambda _: None)
     inputs, outputs, name = get("inputs"), get("outputs"), get("fn_name")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
@@ -121,21 +131,17 @@ def read_table(table: Any) -> JudgeJob:
     if name and not (isinstance(name, str) and all(isinstance(arguments, list) for arguments in inputs)):
         raise ValueError("`inputs` of a function that are no lists of arguments")
     names = (name,) if name else ()
-    return JudgeJob(names=names, input_output=json.dumps(table), num_tests=len(outputs))
+    return JudgeJob(names=names, input_output=text, num_tests=len(outputs))
 
 
-def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
+def _find_faults(tree: ast.Module) -> Iterator[str]:
     """Yield what in some tests cannot be judged across a process boundary, or judges nothing."""
     nodes = list(ast.walk(tree))
     used = [node for node in nodes if isinstance(node, ast.Name)]
     bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
     bound |= {node.id for node in used if isinstance(node.ctx, ast.Store)}
-    classes = [name for name in names if name[0].isupper() and not name.isupper()]
-    objects = {*classes, *(f"{name}()" for name in classes)}
-    calls = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
-    objects |= {ast.unparse(one) for call in calls if _is_object(call.value, objects) for one in call.targets}
     for node in nodes:
-        for fault in _look_at(node, bound, objects):
+        for fault in _look_at(node, bound):
             yield f"{fault} ({ast.unparse(node).splitlines()[0][:80]})"
     loaded = {node.id for node in used if isinstance(node.ctx, ast.Load)}
     idle = [one for one in tree.body if isinstance(one, Definition) and one.name not in loaded]
@@ -146,7 +152,7 @@ def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
         yield "they assert nothing"
 
 
-def _look_at(node: ast.AST, bound: set[str], objects: set[str]) -> Iterator[str]:
+def _look_at(node: ast.AST, bound: set[str]) -> Iterator[str]:
     """Yield what is not there in the process of the tests, or lets a failed test pass."""
     match node:
         case ast.Import(names=found) | ast.ImportFrom(names=found):
@@ -176,23 +182,6 @@ def _look_at(node: ast.AST, bound: set[str], objects: set[str]) -> Iterator[str]
                 isinstance(one, ast.Constant) or ast.unparse(one) in vars(builtins) for one in (left, right)
             ):
                 yield "they ask whether a value is the same one, and values are copied"
-        case ast.Compare() | ast.BinOp() | ast.AugAssign():
-            operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-            if any(isinstance(one, ast.Constant) for one in operands):
-                # A class may have a plain member.
-                operands = [one for one in operands if not isinstance(one, ast.Attribute)]
-            if any(_is_object(one, objects) for one in operands):
-                yield "an operator of the program's own class decides; compare its plain values"
-
-
-def _is_object(node: ast.expr, objects: set[str]) -> bool:
-    """Whether an expression is a class of the program's, made or read of one, or holds such an object."""
-    match node:
-        case ast.Call(func=ast.Name(id=name)) | ast.Attribute(value=ast.Name(id=name)):
-            return f"{name}()" in objects or ast.unparse(node) in objects
-        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
-            return any(_is_object(item, objects) for item in items)
-    return ast.unparse(node) in objects
 
 
 def _names_in(kind: ast.expr | None) -> set[str]:

@@ -10,8 +10,8 @@ another value.
 
 Values are sent as JSON with tags. A subclass of a plain type is sent as that type: a Counter as a dict. Any
 other object (an instance of the candidate's class, an iterator, a function) is sent as a number; in the
-runner it is a `Remote`, which can be called, iterated, indexed, read and written, and which equals nothing
-but itself. So no method of the candidate ever runs in the runner. Linux only, the standard library only.
+runner it is a `Remote`, which can be called, iterated, indexed, read and written, and which equals no plain
+value. So no method of the candidate ever runs in the runner. Linux only, the standard library only.
 """
 
 from __future__ import annotations
@@ -393,7 +393,10 @@ class Session:
 
 
 class Remote:
-    """Proxy of an object of the candidate; equal only to itself, whatever the object's `__eq__` returns."""
+    """Proxy of an object of the candidate. It equals no plain value, whatever the object's `__eq__` returns.
+
+    There is no verdict where two of them are compared, or where one is an operand.
+    """
 
     __slots__ = ("_reference", "_session")
     _session: Session
@@ -409,10 +412,26 @@ class Remote:
     def _refuse(self, *_: Any) -> NoReturn:
         self._session.refuse("they need the program's own class, which is no plain value")
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Remote) and other is not self:
+            self._refuse()
+        return other is self
+
+    __hash__ = object.__hash__
+
+    def __contains__(self, item: object) -> bool:
+        try:
+            return any(one is item or one == item for one in self)  # type: ignore[attr-defined]
+        except TypeError:
+            self._refuse()
+
 
 for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr int float abs neg"):
     setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
-for _name in str.split("enter exit mro_entries instancecheck subclasscheck"):
+for _name in str.split(
+    "enter exit mro_entries instancecheck subclasscheck lt le gt ge add radd sub rsub mul rmul matmul rmatmul"
+    " truediv rtruediv floordiv rfloordiv mod rmod pow rpow and rand or ror xor rxor"
+):
     setattr(Remote, f"__{_name}__", Remote._refuse)
 
 

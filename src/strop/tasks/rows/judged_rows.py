@@ -126,6 +126,12 @@ class PresetSpec(PublishedRows, RewardSection):
     name: Literal["gsm8k", "math", "math500", "deepscaler", "aime", "mmlu"]
 
 
+class ProgramSpec(CodeTaskSection, PublishedRows, RewardSection):
+    """Problems in the columns of MBPP, HumanEval (for evaluation only) or APPS, answered by a program."""
+
+    name: Literal["mbpp", "humaneval", "apps"]
+
+
 class RowsSpec(CodeTaskSection, RewardSection):
     """The rows of a file, with a reward function of the user's own or a built-in one."""
 
@@ -216,11 +222,12 @@ class JudgedRows(RowTask):
 
     _spec: RewardSection
 
-    def __init__(self, spec: PresetSpec | RowsSpec) -> None:
+    def __init__(self, spec: PresetSpec | ProgramSpec | RowsSpec) -> None:
         data = spec.read_data_set()
         names = spec.reward or (str(data.reward),)
         made = {
-            name: self.make_reward(name, spec) for name in dict.fromkeys([data.reward or names[0], *names])
+            name: self.make_reward(name, spec, data)
+            for name in dict.fromkeys([data.reward or names[0], *names])
         }
         rewards, weights = [made[name] for name in names], spec.reward_weights or (1.0,) * len(names)
         self._readers = [one for one in made.values() if one.allowed]
@@ -252,7 +259,7 @@ class JudgedRows(RowTask):
         self._needed = (taken - RESERVED) | asked | shown
         """Columns that every row must have."""
 
-    def make_reward(self, name: str, spec: Any) -> Reward:
+    def make_reward(self, name: str, spec: Any, data: DataSet) -> Reward:
         """Return the reward of this name."""
         if is_code(name):
             return UserReward(name, spec.judge_limit_s)
@@ -261,7 +268,7 @@ class JudgedRows(RowTask):
         if name == SANDBOXED:
             from strop.tasks.code.row_tests import PythonTests
 
-            return PythonTests(name, spec)
+            return PythonTests(name, spec, is_published=bool(data.tests))
         return BuiltIn(name, self.question)
 
     @override
@@ -276,21 +283,23 @@ class JudgedRows(RowTask):
         return tuple(
             fill(template, fields)
             for template in self._data.gold[: 1 if self._is_strict else None]
-            if example.answer is not None or "answer" not in list_names(template)
+            if None not in [fields[name] for name in list_names(template)]
         )
 
     @override
     def entry_point(self, example: Example) -> str | None:
         """Return how a reply's program is used, if its tests alone decide."""
-        if self._spec.reward != (SANDBOXED,) or example.answer is None:
+        (reward, _), *others = self._rewards or self._models
+        if others or self._models or reward.name != SANDBOXED or example.answer is None:
             return None
-        from strop.tasks.code.row_tests import read_tests
-
-        return next(iter(read_tests(self.answer_of(example)).names), "")
+        return next(iter(reward.read(self.answer_of(example)).names), "")  # type: ignore[attr-defined]
 
     @override
     def to_example(self, row: Row) -> Example | str:
-        fields, answer = self._read(row)
+        read = self._read(row)
+        if isinstance(read, str):
+            return read
+        fields, answer = read
         if missing := sorted(self._needed - fields.keys()):
             columns = ", ".join(row.values) or "none"
             raise bad_row(f"{row.place} has no {' and '.join(missing)}", f"its columns: {columns}")
@@ -312,9 +321,16 @@ class JudgedRows(RowTask):
             model.require_values(self._values_of(example), row.place)
         return example
 
-    def _read(self, row: Row) -> tuple[dict[str, Any], Any]:
-        """Return the fields of a row's example, and its answer. Raises: DataError naming the row."""
+    def _read(self, row: Row) -> tuple[dict[str, Any], Any] | str:
+        """Return the fields of a row's example, and its answer; or why it is left out.
+
+        Raises: DataError naming the row.
+        """
         data, fields = self._data, dict(row.values)
+        if data.reward == SANDBOXED:
+            from strop.tasks.code.problems import read_problem
+
+            return read_problem(row, data)
         if data.source is not None:
             # Copies of a data set differ in the case of their columns.
             fields = {column.lower(): value for column, value in fields.items()}

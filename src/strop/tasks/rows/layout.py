@@ -78,8 +78,8 @@ class DataSet(BaseModel):
     """Column of the right answer."""
     answer_in: Literal["all", "behind ####", "the last box"] = "all"
     """Where in the column it stands."""
-    reward: Literal["number", "marked-number", "math", "letter"] | None = None
-    """How it is compared, by `graders`, if the run names no rewards."""
+    reward: Literal["number", "marked-number", "math", "letter", "python-tests"] | None = None
+    """How it is compared, if the run names no rewards."""
     tests: tuple[str, ...] = ()
     """Statements that test a program: a text with columns, or a column with a list. The first are shown."""
     head: str = ""
@@ -93,8 +93,6 @@ class DataSet(BaseModel):
     base_stop: tuple[str, ...] = ()
     gold: tuple[str, ...] = ()
     """Right replies, the form that the prompt asks for first."""
-    ending: str = ""
-    """What stands behind a right reply in plain text."""
     max_reply_tokens: int = Field(ge=1)
 
     @property
