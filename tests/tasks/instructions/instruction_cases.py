@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from strop.tasks.instructions.tasks import FUNCTIONS
+from strop.tasks.rows.row_task import read_preset
 
 Arguments = Mapping[str, Any]
 
@@ -19,8 +19,8 @@ VECTORS: list[dict[str, Any]] = [json.loads(line) for line in _LINES]
 
 def as_instruction(function: str, arguments: Arguments) -> tuple[str, dict[str, Any]]:
     """Return a function of RLVR-IFeval as an instruction."""
-    instruction_id, names = FUNCTIONS[function]
-    return instruction_id, {names.get(name, name): value for name, value in arguments.items()}
+    names = read_preset("rlvr-ifeval").functions[function]
+    return names["id"], {names.get(name, name): value for name, value in arguments.items()}
 
 
 def first_arguments(family: str) -> dict[str, Arguments]:

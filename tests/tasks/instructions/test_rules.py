@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from strop.errors import DataError
 from strop.tasks.instructions.rules import RULES, bind
-from strop.tasks.instructions.tasks import FUNCTIONS
+from strop.tasks.rows.row_task import read_preset
 from tests.tasks.instructions.instruction_cases import (
     GOOGLE_ARGUMENTS,
     MULTI_ARGUMENTS,
@@ -52,7 +52,7 @@ def test_a_real_form_has_the_verdict_of_its_plain_meaning(form: Mapping[str, Any
 def test_all_instructions_have_a_case() -> None:
     assert (len(GOOGLE_ARGUMENTS), len(RULES)) == (25, 55)
     assert RULES.keys() == CASES.keys()
-    assert set(FUNCTIONS) == set(RLVR_ARGUMENTS)
+    assert set(read_preset("rlvr-ifeval").functions) == set(RLVR_ARGUMENTS)
 
 
 @pytest.mark.parametrize("instruction_id", CASES)

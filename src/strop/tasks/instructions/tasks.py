@@ -25,40 +25,6 @@ from strop.tasks.rows.layout import Row, bad_row
 from strop.tasks.rows.row_task import PublishedRows, RowTask, text_of
 from strop.tasks.task import right_or_wrong
 
-_RLVR = """
-verify_keywords keywords:existence keyword_list=keywords
-verify_keyword_frequency keywords:word_count_different_numbers word=keyword N=frequency
-validate_forbidden_words keywords:forbidden_words
-verify_letter_frequency keywords:letter_frequency N=let_frequency
-validate_response_language language:response_language
-verify_paragraph_count paragraphs:paragraphs N=num_parts
-validate_word_constraint length_constraints:number_words N=num_words quantifier=relation
-verify_sentence_constraint length_constraints:number_sentences N=num_sentences quantifier=relation
-validate_paragraphs length_constraints:nth_paragraph_first_word N=num_paragraphs i=nth_paragraph
-verify_postscript detectable_content:postscript
-validate_placeholders detectable_content:number_placeholders N=num_placeholders
-verify_bullet_points detectable_format:number_bullet_lists N=num_bullets
-validate_title detectable_format:title
-validate_choice validate_choice
-validate_highlighted_sections detectable_format:number_highlighted_sections N=num_highlights
-validate_sections detectable_format:multiple_sections N=num_sections section_splitter=section_spliter
-validate_json_format detectable_format:json_format
-validate_repeat_prompt combination:repeat_prompt original_prompt=prompt_to_repeat
-validate_two_responses combination:two_responses
-validate_uppercase change_case:english_capital
-validate_lowercase change_case:english_lowercase
-validate_frequency_capital_words change_case:capital_word_frequency \
-N=capital_frequency quantifier=capital_relation
-validate_end startend:end_checker
-validate_quotation startend:quotation
-validate_no_commas punctuation:no_comma
-"""
-"""The functions of RLVR-IFeval: name, instruction, and the arguments whose names differ."""
-FUNCTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    name: (instruction_id, dict(pair.split("=") for pair in pairs))
-    for name, instruction_id, *pairs in map(str.split, _RLVR.strip().splitlines())
-}
-
 Constraint = dict[str, Any]
 """An instruction as examples have it: its `id`, and its `arguments` that are present."""
 
@@ -119,9 +85,9 @@ class InstructionTask(RowTask):
                 raise bad_row(f"{row.place} has messages {str(other)[:120]!r}", "one text of role user")
         table = _read_ground_truth(row)
         if isinstance(name := table.pop("func_name", None), str):
-            instruction_id, names = FUNCTIONS.get(name, (name, {}))
-            given = {names.get(key, key): one for key, one in table.items()}
-            constraints = pair_constraints(row, [instruction_id], [given])
+            known = self._data.functions.get(name, {})
+            given = {known.get(key, key): one for key, one in table.items()}
+            constraints = pair_constraints(row, [known.get("id", name)], [given])
         else:
             constraints = pair_constraints(row, table.get("instruction_id"), table.get("kwargs"))
         for one in constraints:

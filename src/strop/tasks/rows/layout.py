@@ -17,7 +17,6 @@ import codecs
 import csv
 import datetime as dt
 import gzip
-import hashlib
 import io
 import itertools
 import json
@@ -27,14 +26,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from strop.errors import DataError, HubUnreachable, RemoteMissing, given_of
-from strop.rollout import Message, Split
+from strop.rollout import Split
 from strop.spec.offline import DATA_SUFFIXES, is_data_path
 from strop.store.data_files import (
     DataFile,
@@ -93,6 +91,8 @@ class DataSet(BaseModel):
     base_stop: tuple[str, ...] = ()
     gold: tuple[str, ...] = ()
     """Right replies, the form that the prompt asks for first."""
+    functions: Mapping[str, Mapping[str, str]] = {}
+    """Instructions by the name that rows have for them: the `id`, and names of arguments that differ."""
     max_reply_tokens: int = Field(ge=1)
 
     @property
@@ -269,7 +269,8 @@ _FOREIGN = re.compile(
     rb"\s*(?:version https://git-lfs|<!doctype html|<html)|[^\0]{0,64}[\x01-\x08\x0e-\x1f]", re.IGNORECASE
 )
 """Begins of files that are no rows: of pointers, pages, archives, workbooks, pickles."""
-_BLANK = re.compile(r"[\s\ufeff]*")
+_FILLED = re.compile(r"[^\s\ufeff]")
+"""What is no white space, and no mark of files that were joined."""
 _LONE = re.compile(r"\\u[dD][89a-fA-F]")
 _DELIMITERS = ",;\t|"
 _HOLES = ("", "nan", "NaN", "<NA>")
@@ -416,36 +417,25 @@ def _read_csv(path: Path, text: str, delimiters: str) -> list[Table]:
 def _read_json(path: Path, text: str) -> list[Table]:
     """Return the tables of a text: one behind the other, or in one list."""
     decode = json.JSONDecoder(object_pairs_hook=_to_table, parse_constant=_read_constant).raw_decode
-    at = _skip_blank(text, 0)
-    closing = "]" if text.startswith("[", at) else "}"
     rows: list[Table] = []
-
-    def fault(kind: str, cause: str, place: int) -> DataError:
-        is_cut = kind == "json" and "\n" not in text[place:].rstrip() and not text.rstrip().endswith(closing)
-        return _refuse(path, "truncated" if is_cut else kind, cause, text.count("\n", 0, place) + 1)
-
-    while at < len(text):
-        try:
-            value, end = decode(text, at)
+    at = end = 0
+    try:
+        while (found := _FILLED.search(text, end)) is not None:
+            value, end = decode(text, at := found.start())
             if _LONE.search(text, at, end):
                 json.dumps(value, ensure_ascii=False).encode()
-        except KeyError as error:
-            raise fault("duplicate", f"the key {error} stands twice", at) from error
-        except (ValueError, RecursionError) as error:
-            raise fault("json", str(error), getattr(error, "pos", at)) from error
-        tables = value if isinstance(value, list) and not rows else [value]
-        if others := [type(table).__name__ for table in tables if not isinstance(table, dict)]:
-            raise fault("table", f"{others[0]} instead of a table", at)
-        rows += tables
-        at = _skip_blank(text, end)
+            tables = value if isinstance(value, list) and not rows else [value]
+            if others := [type(table).__name__ for table in tables if not isinstance(table, dict)]:
+                raise TypeError(f"{others[0]} instead of a table")
+            rows += tables
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        kind, place = {KeyError: "duplicate", TypeError: "table"}.get(type(error)), getattr(error, "pos", at)
+        closing = "]" if re.match(r"[\s\ufeff]*\[", text) else "}"
+        is_cut = "\n" not in text[place:].rstrip() and not text.rstrip().endswith(closing)
+        cause = f"the key {error} stands twice" if kind == "duplicate" else str(error)
+        kind = kind or ("truncated" if is_cut else "json")
+        raise _refuse(path, kind, cause, text.count("\n", 0, place) + 1) from error
     return rows
-
-
-def _skip_blank(text: str, at: int) -> int:
-    """Return the place of what follows white space, and marks of files that were joined."""
-    blank = _BLANK.match(text, at)
-    assert blank is not None
-    return blank.end()
 
 
 def _to_table(pairs: list[tuple[str, Any]]) -> Table:
@@ -453,84 +443,3 @@ def _to_table(pairs: list[tuple[str, Any]]) -> Table:
     if len(table) < len(pairs):
         raise KeyError(Counter(name for name, _ in pairs).most_common(1)[0][0])
     return table
-
-
-# A row that holds a demonstration.
-
-SPEAKER = "assistant"
-_Text = Annotated[str, Field(pattern=r"\S")]
-
-
-class _Said(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: _Text
-    content: _Text
-
-
-class SftRow(BaseModel):
-    """One row in its checked form; data sets have further columns."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    prompt: _Text | None = None
-    messages: list[_Said] | None = Field(default=None, min_length=1)
-    """The prompt, one of the two."""
-    completion: _Text | None = None
-    """The reply; may be absent if messages end in one."""
-    problem: _Text | None = None
-    """The problem behind the prompt; never one that the run evaluates on."""
-    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    """Weight of each of its tokens in the loss."""
-    _place: str = PrivateAttr("")
-
-    @classmethod
-    def read(cls, row: Row) -> Self:
-        """Check one row. Raises: DataError naming the row and the fault."""
-        try:
-            read = cls.model_validate(_without_none(row.values))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            key = ".".join(map(str, fault["loc"])) or "keys"
-            allowed = f"{fault['msg']}; keys are {', '.join(cls.model_fields)}"
-            raise bad_row(f"{row.place} has {key}={fault['input']!r:.80}", allowed) from error
-        read._place = row.place
-        return read
-
-    @model_validator(mode="after")
-    def _check_turns(self) -> Self:
-        roles = [one.role for one in self.turns]
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("both prompt and messages, or neither")
-        if roles[-1] != SPEAKER or roles[0] == SPEAKER or (SPEAKER, SPEAKER) in itertools.pairwise(roles):
-            raise ValueError(
-                f"a question first, a reply of the assistant last, something between two replies: {roles}"
-            )
-        return self
-
-    @cached_property
-    def turns(self) -> tuple[Message, ...]:
-        """All messages. The last one is a reply."""
-        asked = [("user", self.prompt)] if self.prompt else []
-        asked += [(one.role, one.content) for one in self.messages or ()]
-        replied = [(SPEAKER, self.completion)] if self.completion else []
-        return tuple(Message(role=role, content=content) for role, content in [*asked, *replied])
-
-    @property
-    def prompt_id(self) -> str:
-        """Hash of the prompt."""
-        asked = [(one.role, one.text) for one in self.turns[:-1]]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-
-    def malformed(self, fault: str, allowed: str) -> DataError:
-        """Return the error for a row that cannot be used."""
-        return bad_row(f"{self._place} {fault}", allowed)
-
-
-def _without_none(value: Any) -> Any:
-    """Return a value without the keys that Parquet, which has all keys in every row, fills with nothing."""
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    if not hasattr(value, "items"):
-        return value
-    return {key: _without_none(item) for key, item in value.items() if item is not None}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import tomllib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +265,60 @@ def text_of(row: Row, column: str, default: str | None = None) -> str:
         fault = f"{row.place} has {column}={value!r:.60}; its columns are {', '.join(row.values)}"
         raise bad_row(fault, "a text that is not empty" if default is None else "a text, or nothing")
     return value
+
+
+SPEAKER = "assistant"
+_DEMONSTRATION = (
+    "prompt, or messages with role and content, the first not the assistant's; the reply as completion, or as"
+    " the last message; something between two replies; perhaps a problem, and a weight above 0"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftRow:
+    """A row that holds a demonstration; data sets have further columns."""
+
+    turns: tuple[Message, ...]
+    """All messages. The last one is a reply."""
+    problem: str
+    """The problem behind the prompt, which is never one that the run evaluates on; may be empty."""
+    weight: float
+    """Weight of each of its tokens in the loss."""
+    place: str
+
+    @classmethod
+    def read(cls, row: Row) -> SftRow:
+        """Check one row. Raises: DataError naming the row and the fault."""
+        prompt, completion, problem = (text_of(row, one, "") for one in ("prompt", "completion", "problem"))
+        weight, told = (row.values.get(key) for key in ("weight", "messages"))
+        weight = 1.0 if weight is None else weight
+        try:
+            # Parquet has all keys in every message, and fills those that are missing with nothing.
+            said = [{key: one for key, one in message.items() if one is not None} for message in told or ()]
+            turns = [Message.from_json(one) for one in said]
+            turns = [Message(role="user", content=prompt)] * bool(prompt) + turns
+            turns += [Message(role=SPEAKER, content=completion)] * bool(completion)
+            roles = [one.role for one in turns]
+            plain = [Message(role=one.role, content=one.text) for one in turns if one.text.strip()]
+            is_talk = roles[-1:] == [SPEAKER] != roles[:1] and (SPEAKER, SPEAKER) not in pairwise(roles)
+            faults = {
+                f"prompt={prompt!r:.40} and messages={told!r:.40}": bool(prompt) is bool(told),
+                f"messages {turns!r:.200}": plain != turns,
+                f"roles {roles}": not is_talk,
+                f"weight={weight!r}": not 0.0 < weight < math.inf,
+            }
+            for fault in [fault for fault, holds in faults.items() if holds]:
+                raise ValueError(fault)
+        except (DataError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise bad_row(f"{row.place} is no demonstration: {error}", _DEMONSTRATION) from error
+        return cls(turns=tuple(turns), problem=problem, weight=float(weight), place=row.place)
+
+    @property
+    def prompt_id(self) -> str:
+        """Hash of the prompt."""
+        asked = [(one.role, one.text) for one in self.turns[:-1]]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+    def malformed(self, fault: str, allowed: str) -> DataError:
+        """Return the error for a row that cannot be used."""
+        return bad_row(f"{self.place} {fault}", allowed)

@@ -16,7 +16,8 @@ from strop.record.files import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.offline import SftSpec
 from strop.tasks.prompt import end_id_of, render_prompt
-from strop.tasks.rows.layout import SPEAKER, SftRow, read_rows
+from strop.tasks.rows.layout import read_rows
+from strop.tasks.rows.row_task import SPEAKER, SftRow
 from strop.tasks.task import list_names
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import (
@@ -28,7 +29,7 @@ from strop.train.data.offline import (
     require_some,
 )
 
-# From a data file (`tasks.rows.layout` defines its rows). Conversations are extended turn by turn as
+# From a data file (`tasks.rows.row_task` defines its rows). Conversations are extended turn by turn as
 # rollouts are: replies keep their ids, and where the chat template rewrites earlier turns, a demonstration
 # ends. Every reply is followed by the terminator exactly once, whether or not the row has it.
 
