@@ -54,23 +54,10 @@ def test_a_right_program_passes_and_a_wrong_one_fails_in_every_style(tmp_path: P
     assert judge(tmp_path, case["tests"], case["program"] + wrong).reward == 0.0
 
 
-EVERY = """
-class Every:
-    def yes(self, *_, **__):
-        return True
-    __eq__ = __contains__ = __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __instancecheck__ = yes
-    __ne__ = lambda self, other: False
-    __hash__ = lambda self: 0
-    __len__ = lambda self: 2
-    __iter__ = lambda self: iter([Every(), Every()])
-    __getattr__ = __getitem__ = __add__ = __call__ = lambda self, *_: Every()
-"""
-
-
 @pytest.mark.parametrize("attack", cases("forgeries"))
 def test_no_forgery_earns_anything(tmp_path: Path, attack: str) -> None:
     case = TABLES["forgeries"][attack]
-    assert judge(tmp_path, case["tests"], f"{EVERY}\n{case['program']}").reward == 0.0
+    assert judge(tmp_path, case["tests"], f"{TABLES['every']}\n{case['program']}").reward == 0.0
 
 
 @pytest.mark.parametrize("style", TABLES["refused"])
@@ -80,19 +67,7 @@ def test_tests_that_cannot_be_judged_are_refused_with_their_row(tmp_path: Path, 
     assert "row 1" in str(refusal.value)
 
 
-TAKES_ANYTHING = """apply = lambda function, value: function(value)
-total, depth, memo = sum, len, apply
-class Base:
-    s = x = 1
-    def yes(self, *_): return True
-    __init__ = lambda self, *_: None
-    __eq__ = __contains__ = __add__ = pop = yes
-Stack = Timer = Point = Vector = point = Base
-class Color: RED = Base()
-make, colour = lambda _: [Base()], lambda _: Color.RED"""
-
-
 @pytest.mark.parametrize("style", cases("unscored"))
 def test_tests_that_pass_the_program_no_plain_value_give_no_score(tmp_path: Path, style: str) -> None:
     with pytest.raises(DataError, match="plain value"):
-        judge(tmp_path, TABLES["unscored"][style]["tests"], TAKES_ANYTHING)
+        judge(tmp_path, TABLES["unscored"][style]["tests"], TABLES["takes_anything"])

@@ -34,7 +34,7 @@ def setting_of(name: str, task: Task) -> Any:
     """Return a value that the task takes for a setting: a template names the first text that it may."""
     if name != "prompt_template":
         return {"system_prompt": SYSTEM, "stop": ["\n###"]}[name]
-    fields = task.prompt_fields(an_example(task))
+    fields = an_example(task).fields
     known = [key for key, value in fields.items() if isinstance(value, str | int)]
     return f"Now: {{{known[0]}}} {{{{so}}}}"
 

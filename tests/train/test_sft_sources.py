@@ -152,8 +152,8 @@ ASKED = {"prompt": "A?", "completion": "B"}
         ({"messages": TALK[2:]}, "roles"),
         ({"messages": TALK, "completion": "B"}, "roles"),
         (ASKED | {"weight": 0}, "weight=0"),
-        ({"prompt": "A?", "completion": "<|end|>"}, "only a terminator"),
-        ({"prompt": "A?", "completion": "B<|end|>C"}, "goes on behind one"),
+        ({"prompt": "A?", "completion": "<|end|>"}, "goes on behind a terminator, or is one"),
+        ({"prompt": "A?", "completion": "B<|end|>C"}, "goes on behind a terminator"),
         (["A?", "B"], "line 2: list"),
     ],
 )

@@ -14,19 +14,19 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
-from strop.errors import ConfigError, DataError
+from strop.errors import ConfigError
 from strop.io import user_cache_dir, write_bytes_atomically
 from strop.io.endpoints import Endpoint, find_endpoint
 from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, JudgeSettings, is_this_machine
 from strop.store.data_files import locate_named
 from strop.tasks.answers import show_answer, text_after_thinking
+from strop.tasks.rows.layout import bad_row
 from strop.tasks.user.rewards import Reward
 
 CALL_LIMIT_S = 30.0
@@ -70,7 +70,7 @@ class JudgeModel(Reward):
         """Read the rubric. Raises: ConfigError like `read_rubric`."""
         self._spec = spec
         self._rubric = read_rubric(spec.rubric)
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
         identity = [_VERSION, spec.judge_model, spec.judge_revision, self._rubric, CONTRACT]
         self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.compares = spec.compares
@@ -80,11 +80,8 @@ class JudgeModel(Reward):
         values = _as_texts(values)
         for name in _PLACE.findall(self._rubric):
             if name != "reply" and not values.get(name, "").strip():
-                raise DataError(
-                    f"{place} has no text for {{{{{name}}}}} of the rubric {self._spec.rubric[:80]}",
-                    allowed=f"places that every row has a text for; this one has {', '.join(sorted(values))}",
-                    next_step="correct the name in the rubric, or add the column to the row",
-                )
+                fault = f"{place} has no text for {{{{{name}}}}} of the rubric {self._spec.rubric[:80]}"
+                raise bad_row(fault, f"one for each place; this row has {', '.join(sorted(values))}")
 
     @override
     async def score(
@@ -143,23 +140,23 @@ class JudgeModel(Reward):
             "seed": 0,
             "max_tokens": MAX_ANSWER_TOKENS,
         }
-        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(spec.judge_concurrency))
+        headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
         said = f"no whole answer within {CALL_LIMIT_S:g} s"
-        # Proxies of the environment do not apply to a server on this machine. Redirects are not followed: the
-        # key is sent to the named address only.
-        client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
-            timeout=None,
-            verify=_context(),
-            trust_env=not is_this_machine(endpoint.url),
-        )
-        async with slots, client:
+        if (loop := asyncio.get_running_loop()) not in self._clients:
+            # Proxies of the environment do not apply to a server on this machine. Redirects are not followed:
+            # the key is sent to the named address only.
+            is_here = is_this_machine(endpoint.url)
+            client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(), trust_env=not is_here)
+            self._clients[loop] = asyncio.Semaphore(spec.judge_concurrency), client
+        slots, client = self._clients[loop]
+        async with slots:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CALL_LIMIT_S):
                     for number in range(_MAX_TRIES):
                         await asyncio.sleep(_BACKOFF_S * number)
                         try:
-                            response = await client.post(f"{endpoint.url}/chat/completions", json=body)
+                            url = f"{endpoint.url}/chat/completions"
+                            response = await client.post(url, json=body, headers=headers)
                             said = f"status {response.status_code}: {response.text[:_MAX_SHOWN]}"
                             if response.is_success:
                                 return str(response.json()["choices"][0]["message"]["content"])
@@ -274,13 +271,6 @@ def _last_object(text: str) -> dict[str, Any]:
             return value
         start = text.rfind("{", 0, start)
     return {}
-
-
-@cache
-def _context() -> Any:
-    import httpx
-
-    return httpx.create_ssl_context()
 
 
 def _fail(kind: str, detail: str) -> Failure:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -70,20 +70,18 @@ def pose_example(
     asked: str | Sequence[Message],
     *,
     base: str | None = None,
-    fields: Mapping[str, Any] | None = None,
     tools: tuple[str, ...] = (),
 ) -> tuple[Message, ...]:
     """Pose an example with the template, the thinking mode and the system prompt of its section.
 
-    `asked` and `base` are the task's own wording; a template names `fields`, or else those of the example.
+    `asked` and `base` are the task's own wording; a template names fields of the example.
 
     Raises: ConfigError if the template names a field that the example lacks; DataError if both the example
         and the run have a system message.
     """
     template, system = spec.prompt_template, spec.system_prompt
     if template is not None:
-        given = example.fields if fields is None else fields
-        known = {name: value for name, value in given.items() if isinstance(value, str | int | float)}
+        known = {name: one for name, one in example.fields.items() if isinstance(one, str | int | float)}
         if missing := [name for name in list_names(template) if name not in known]:
             raise ConfigError(
                 f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"

@@ -158,10 +158,6 @@ class Task(ABC):
         """Return the name shared by examples that pose one problem; None if unknown."""
         return None
 
-    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        """Return the values that a prompt template may use."""
-        return example.fields
-
     def entry_point(self, example: Example) -> str | None:
         """Return the name that a reply's program must define, '' if it runs as a whole; None: no program."""
         return None
@@ -228,7 +224,6 @@ class TasksInOne(Task):
     limits_of = _passed_on("limits_of")
     part_of = _passed_on("part_of")
     problem_of = _passed_on("problem_of")
-    prompt_fields = _passed_on("prompt_fields")
     entry_point = _passed_on("entry_point")
     compares = _passed_on("compares")
     verify_group = _passed_on("verify_group")

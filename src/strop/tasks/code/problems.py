@@ -96,8 +96,7 @@ def fence(code: str) -> str:
 
 def _texts(row: Row, column: str) -> list[str]:
     """Return a column of texts; a missing one is empty. Raises: DataError naming the row."""
-    values = row.values.get(column)
-    values = [] if values is None else values
+    values = row.values.get(column) or []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise bad_row(f"{row.place} has {column}={values!r:.60}", "a list of texts")
     return [value.replace("\r\n", "\n") for value in values]

@@ -59,9 +59,7 @@ class PythonTests(Reward):
     """
 
     limit_s = MAX_VERIFY_S
-    allowed = (
-        "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md"
-    )
+    allowed = "Python such as assert double(2) == 4, a list of it, or inputs and outputs; see docs/tasks.md"
 
     def __init__(self, name: str, spec: SandboxSettings, *, is_published: bool) -> None:
         """`is_published`: the answers are tests that `problems` has read."""

@@ -393,7 +393,7 @@ class Session:
 
 
 class Remote:
-    """Proxy of an object of the candidate. It equals no plain value, whatever the object's `__eq__` returns.
+    """Proxy of an object of the candidate, which equals no plain value, whatever its `__eq__` returns.
 
     There is no verdict where two of them are compared, or where one is an operand.
     """

@@ -212,10 +212,9 @@ class RowTask(Task):
 
     def ask(self, example: Example) -> Any:
         """Return the prompt: a text, or the messages of a chat."""
-        fields = self.prompt_fields(example)
         if self._places:
-            return fill(self._data.prompt, {name: show_answer(fields[name]) for name in self._places})
-        match asked := fields[self._data.prompt]:
+            return fill(self._data.prompt, {one: show_answer(example.fields[one]) for one in self._places})
+        match asked := example.fields[self._data.prompt]:
             case [*before, {"role": "assistant"}]:
                 # Rows of demonstrations hold the reply too.
                 return before
@@ -224,8 +223,7 @@ class RowTask(Task):
     def question(self, example: Example) -> str:
         """Return the columns that are asked: a reply may repeat them, and other ones are another example."""
         if self._places:
-            fields = self.prompt_fields(example)
-            return "\n".join(show_answer(fields.get(name)) for name in self._places)
+            return "\n".join(show_answer(example.fields.get(name)) for name in self._places)
         asked = self.ask(example)
         return asked if isinstance(asked, str) else "\n".join(one["content"] for one in asked)
 
@@ -234,9 +232,8 @@ class RowTask(Task):
         asked, base = self.ask(example), self._data.base_prompt
         if not isinstance(asked, str):
             asked = [Message(role=one["role"], content=one["content"]) for one in asked]
-        base = None if base is None else fill(base, self.prompt_fields(example))
-        fields = self.prompt_fields(example)
-        return pose_example(self._spec, example, asked, base=base, fields=fields)
+        base = None if base is None else fill(base, example.fields)
+        return pose_example(self._spec, example, asked, base=base)
 
     @cached_property
     def _splits(self) -> SplitExamples:
@@ -318,7 +315,3 @@ class SftRow:
         """Hash of the prompt."""
         asked = [(one.role, one.text) for one in self.turns[:-1]]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-
-    def malformed(self, fault: str, allowed: str) -> DataError:
-        """Return the error for a row that cannot be used."""
-        return bad_row(f"{self.place} {fault}", allowed)

@@ -16,7 +16,7 @@ from strop.record.files import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.offline import SftSpec
 from strop.tasks.prompt import end_id_of, render_prompt
-from strop.tasks.rows.layout import read_rows
+from strop.tasks.rows.layout import bad_row, read_rows
 from strop.tasks.rows.row_task import SPEAKER, SftRow
 from strop.tasks.task import list_names
 from strop.tokenizer import Tokenizer
@@ -29,9 +29,8 @@ from strop.train.data.offline import (
     require_some,
 )
 
-# From a data file (`tasks.rows.row_task` defines its rows). Conversations are extended turn by turn as
-# rollouts are: replies keep their ids, and where the chat template rewrites earlier turns, a demonstration
-# ends. Every reply is followed by the terminator exactly once, whether or not the row has it.
+# From a data file. Conversations are extended turn by turn as rollouts are: replies keep their ids, and where
+# the template rewrites earlier turns, a demonstration ends. Every reply is followed by one terminator.
 
 
 def read_file_demonstrations(spec: SftSpec, path: Path, framing: Framing) -> Demonstrations:
@@ -72,11 +71,10 @@ def render_row(row: SftRow, framing: Framing, train_on: str) -> list[Candidate]:
     try:
         pieces = list(_walk(row, framing))
     except ConfigError as error:
-        allowed = "messages that the model's chat template takes"
-        raise row.malformed(f"cannot be rendered: {error}", allowed) from error
+        raise bad_row(f"{row.place} cannot be rendered: {error}", "messages for its template") from error
     if train_on == "all" and len(pieces) > 1:
         allowed = "train_on = assistant or last with this model, or a conversation with one reply"
-        raise row.malformed("is trained on in full, and the chat template rewrites what was said", allowed)
+        raise bad_row(f"{row.place} is trained on in full, and its template rewrites what was said", allowed)
     if train_on == "last":
         pieces = pieces[-1:]
         pieces[0].texts[:-1] = [None] * (len(pieces[0].texts) - 1)
@@ -114,8 +112,9 @@ def _encode_reply(framing: Framing, row: SftRow, text: str) -> tuple[str, IntArr
         text = text.rstrip().removesuffix(end)
     token_ids = tokenizer.encode(text)
     if not len(token_ids) or set(token_ids.tolist()) & tokenizer.stop_token_ids:
-        fault = "has a reply that is only a terminator, or goes on behind one"
-        raise row.malformed(fault, "one terminator, at the end")
+        raise bad_row(
+            f"{row.place} has a reply that goes on behind a terminator, or is one", "one at its end"
+        )
     return text, np.append(token_ids, np.int32(end_id_of(tokenizer, framing.prompt_format)))
 
 
