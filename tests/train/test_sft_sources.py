@@ -131,7 +131,7 @@ def test_where_the_template_rewrites_what_was_said_a_new_demonstration_begins(
     assert found == [("A?>", "{B<|end|>}"), ("A?[B]C?>", "{D<|end|>}")]
     (last,) = read(path, framing, train_on="last").members
     assert spell(framing.tokenizer, last) == ("A?[B]C?>", "{D<|end|>}")
-    with pytest.raises(DataError, match="row 1 is trained on in full, and the chat template rewrites"):
+    with pytest.raises(DataError, match="row 1 is trained on in full"):
         read(path, framing, train_on="all")
 
 
