@@ -215,6 +215,8 @@ def test_a_judge_stands_beside_the_verifier_of_a_data_set(tmp_path: Path) -> Non
 
 def test_the_key_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "not for the records")
+    # Of a server on this machine no proxy is asked.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     with judge_server(lambda question: scored(1.0)) as server:
         task = judge_task(tmp_path, server.url, judge_key_env="SOME_KEY")
         assert judge(task, "word-0").reward == 1.0

@@ -55,11 +55,7 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
 def test_verify(tmp_path: Path, reply: str, is_correct: bool, format_ok: bool) -> None:
     task = humaneval(tmp_path)
     outcome = verdict(task, task.examples(Split.HELD_OUT)[0], reply)
-    assert (outcome.is_correct, outcome.reward, outcome.format_ok) == (
-        is_correct,
-        float(is_correct),
-        format_ok,
-    )
+    assert (outcome.is_correct, outcome.reward, outcome.format_ok) == (is_correct, is_correct, format_ok)
 
 
 @pytest.mark.parametrize(

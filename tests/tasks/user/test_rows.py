@@ -215,9 +215,6 @@ def test_several_rewards_are_weighted_and_added(tmp_path: Path) -> None:
     assert (found.is_correct, wrong.is_correct, wrong.reward) == (len(right) == 2, False, 0.5)
 
 
-TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
-
-
 @pytest.mark.parametrize(
     ("reward", "answer", "right", "wrong"),
     [
@@ -251,16 +248,6 @@ def test_built_in_rewards(
     assert [one.reward for one in judge(spec, *right, *wrong)] == [1.0] * len(right) + [0.0] * len(wrong)
     # The others in this process: their time is bounded by the text, and that of sympy is not.
     assert (build_task(spec).limits.verify_limit_s is None) is (reward != "math")
-
-
-@pytest.mark.parametrize("answer", [TESTS, "\n".join(TESTS)])
-def test_programs_are_tested_in_a_sandbox(tmp_path: Path, answer: Any) -> None:
-    rows = [{"question": f"Double {number} times.", "answer": answer} for number in range(4)]
-    spec = spec_of(tmp_path, rows, reward="python-tests", min_isolation="rlimit")
-    right = "```python\ndef double(x):\n    return 2 * x\n```"
-    found = judge(spec, right, right.replace("2", "3"), "no code")
-    assert [one.reward for one in found] == [1.0, 0.0, 0.0]
-    assert found[0].isolation is not None
 
 
 @pytest.mark.parametrize(
