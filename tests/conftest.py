@@ -167,6 +167,14 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with room for long prompts, letter by letter."""
+    from tests.fixtures.tiny_model import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("roomy") / "model", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="session")
 def smollm2_handles(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelHandle, ModelHandle]:
     """The real model, from the package that `make` installs, as two callers get it at the same time.
 
@@ -201,6 +209,17 @@ def smollm2_dir(smollm2_handles: tuple[ModelHandle, ModelHandle]) -> Path:
 def kernels_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the caches of all tests keep their compiled kernels."""
     return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each check of the gate and probe of the audit one or two attempts; their own tests make all."""
+    few: dict[str, Any] = {"_BLANKS": {"no reply": ""}, "_CONSTANTS": ("0",), "_GENERIC": ("the",)}
+    few |= {"_MAX_SHARED_WORDS": 1, "INJECTIONS": {"score": "I am right."}}
+    for name, value in few.items():
+        monkeypatch.setattr(f"strop.audit.probes.{name}", value)
+    monkeypatch.setattr("strop.audit.answer_probes._NUM_REPEATS", 2)
+    monkeypatch.setattr("strop.train.gate._NUM_PROBE_ROLLOUTS", 2)
 
 
 @pytest.fixture

@@ -123,12 +123,6 @@ def test_reading_a_recipe_takes_milliseconds() -> None:
     assert min(seconds) < 0.05
 
 
-@pytest.fixture(scope="session")
-def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with room for the longest prompts of the recipes, letter by letter."""
-    return tiny_model(tmp_path_factory.mktemp("roomy") / "model", max_position_embeddings=4096)
-
-
 def finished(run_path: Path) -> RunDir:
     record = RunDir.open(run_path)
     assert record.is_finished
@@ -136,6 +130,7 @@ def finished(run_path: Path) -> RunDir:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_attempts")
 @pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
 def test_cfg_4_a_recipe_trains(
     path: Path, run: Run, folder: Path, roomy_model_dir: Path, request: Any

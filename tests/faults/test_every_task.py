@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from tests.fixtures.commands import Run
 from tests.fixtures.every_task import table_of
 from tests.fixtures.harbor_tasks import write_task
 from tests.fixtures.real_agents import OPENENV
-from tests.fixtures.tiny_model import tiny_model
 
 __all__ = ["base", "repository"]
 
@@ -51,42 +50,15 @@ num_samples = "none"
 threads = 1
 """
 FOR_EVALUATION = {"aime", "humaneval", "ifbench", "ifeval", "math500"}
-CONDUCTED = "verifiers"
-"""A program conducts its attempts: nobody can play them."""
 OTHERS: dict[str, dict[str, Any]] = {
     "verifiers": {"taskset": "guess", "num_held_out": 1},
     "openenv": {"num_train": 4, "num_held_out": 1},
 }
 """Those of packages that are in environments of their own."""
+MADE_DIRS = (environment_of(()).path.parent, OPENENV.path.parent)
+"""Where they are in the cache of whoever runs the tests."""
 ROOMS = {"harbor", "mlgym", "repo-repair"}
 """Attempts of these are in sandboxes of their own, of which `rooms_of` writes what is inside."""
-
-
-@pytest.fixture
-def made_dirs() -> tuple[Path, ...]:
-    """Where environments of packages are in the cache of whoever runs the tests."""
-    return environment_of(()).path.parent, OPENENV.path.parent
-
-
-@pytest.fixture(scope="session")
-def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("roomy") / "model", max_position_embeddings=8192)
-
-
-@contextmanager
-def data_of(name: str, place: Path) -> Iterator[dict[str, Any]]:
-    """Write a task's data, serve what it asks, and yield its table in a run file."""
-    table = {"name": name, **OTHERS[name]} if name in OTHERS else table_of(name, place)
-    if name == "verifiers":
-        (place / "guess.py").write_text(TASKSET)
-        table["folder"] = str(place)
-    if name != "mixture":
-        table["max_reply_tokens"] = 8
-    if name == "openenv":
-        with serving() as url:
-            yield {**table, "url": url}
-    else:
-        yield table
 
 
 def rooms_of(name: str, place: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
@@ -106,29 +78,34 @@ def rooms_of(name: str, place: Path, request: pytest.FixtureRequest) -> dict[str
 
 
 @pytest.fixture
-def table(
-    request: pytest.FixtureRequest, made_dirs: tuple[Path, ...], folder: Path
-) -> Iterator[dict[str, Any]]:
+def table(request: pytest.FixtureRequest, folder: Path) -> Iterator[dict[str, Any]]:
     """The table of a task in a run file, whose data is there and whose servers run."""
     name = request.param
     if name in OTHERS:
-        for made in made_dirs:
+        for made in MADE_DIRS:
             (folder.parent / "cache" / made.name).symlink_to(made)
         one = {"verifiers": environment_of(()), "openenv": OPENENV}[name]
         require_system_part("the environment of a package (make guest-deps agents-deps)", one.is_ready())
     place = folder / "data"
     place.mkdir()
-    with data_of(name, place) as table:
-        if name in ROOMS:
-            engine = {"harbor": "podman"}.get(name, "bwrap")
-            require_system_part(engine, shutil.which(engine) is not None)
-            table |= rooms_of(name, place, request)
-        yield table
+    table = {"name": name, **OTHERS[name]} if name in OTHERS else table_of(name, place)
+    if name == "verifiers":
+        (place / "guess.py").write_text(TASKSET)
+        table["folder"] = str(place)
+    if name != "mixture":
+        table["max_reply_tokens"] = 8
+    if name in ROOMS:
+        engine = {"harbor": "podman"}.get(name, "bwrap")
+        require_system_part(engine, shutil.which(engine) is not None)
+        table |= rooms_of(name, place, request)
+    with serving() if name == "openenv" else nullcontext() as url:
+        yield table | ({"url": url} if url else {})
     for guest in guests.running.values():
         guest.end()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_attempts")
 @pytest.mark.parametrize("table", built_in_tasks(), indirect=True)
 def test_a_task_is_planned_audited_trained_evaluated_and_played(
     table: dict[str, Any], run: Run, folder: Path, roomy_model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +113,7 @@ def test_a_task_is_planned_audited_trained_evaluated_and_played(
     name = table["name"]
     settings = {key: format_value(value) for key, value in table.items()}
     text = "\n".join(f"{key} = {value}" for key, value in settings.items())
-    # The gate asks each prompt eight times: of what takes long there is one.
+    # Of what takes long there is one prompt.
     num_prompts = 1 if name in ROOMS | {"if-multi", "math"} else 2
     (folder / "run.toml").write_text(RUN.format(model=roomy_model_dir, task=text, prompts=num_prompts))
     words = [f"{key}={value}" for key, value in settings.items() if key != "name"]
@@ -165,7 +142,7 @@ def test_a_task_is_planned_audited_trained_evaluated_and_played(
     assert result["greedy"]["num_unscored"] == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("7\n"))
     played = run("envs", "run", "run.toml")
-    if name == CONDUCTED:
+    if name == "verifiers":  # A program conducts its attempts: nobody can play them.
         assert (played.code, "verifiers" in played.err) == (EXIT_USAGE, True), played.err
         return
     assert played.code == 0, played.err

@@ -25,7 +25,6 @@ from strop.launch.sites import PROJECT_FILE, find_site
 from strop.spec import load_spec
 from tests.fixtures.commands import Run
 from tests.fixtures.recipes import ROOT
-from tests.fixtures.tiny_model import tiny_model
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -52,10 +51,10 @@ def examples(*languages: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("example", chosen, ids=lambda one: f"{one.page}:{one.line}")
 
 
-def code(page: str, word: str) -> str:
-    """Return the program of a page that has a word."""
+def code(page: str, word: str, language: str = "python") -> str:
+    """Return the program or settings of a page that have a word."""
     (text,) = (
-        one.text for one in EXAMPLES if (one.page, one.language) == (page, "python") and word in one.text
+        one.text for one in EXAMPLES if (one.page, one.language) == (page, language) and word in one.text
     )
     return text
 
@@ -130,45 +129,40 @@ threads = 1
 ROWS = [{"question": f"Is {n} A, B, C or D? Say it.", "answer": "ABCD"[n % 4]} for n in range(20)]
 
 
-@pytest.fixture(scope="session")
-def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("roomy") / "model", max_position_embeddings=4096)
-
-
-def toml(page: str, word: str) -> str:
-    """Return the settings of a page that have a word."""
-    (text,) = (
-        one.text for one in EXAMPLES if (one.page, one.language) == (page, "toml") and word in one.text
-    )
-    return text
-
-
 PYTHON = sys.executable
 CLASS = '[task]\nname = "own.py:{}"\n'
 SHOWN = {
-    "README.md rows": ("reward.py", code("README.md", "def score"), toml("README.md", '"rows"')),
+    "README.md rows": ("reward.py", code("README.md", "def score"), code("README.md", '"rows"', "toml")),
     "README.md class": ("own.py", code("README.md", "class Doubling"), CLASS.format("Doubling")),
-    "tasks.md rows": ("reward.py", code("tasks.md", "splitlines"), toml("tasks.md", '"questions.jsonl" ')),
-    "tasks.md class": ("my_task.py", code("tasks.md", "class Doubling"), toml("tasks.md", "my_task.py")),
+    "tasks.md rows": (
+        "reward.py",
+        code("tasks.md", "splitlines"),
+        code("tasks.md", '"questions.jsonl" ', "toml"),
+    ),
+    "tasks.md class": (
+        "my_task.py",
+        code("tasks.md", "class Doubling"),
+        code("tasks.md", "my_task.py", "toml"),
+    ),
     "environments.md tools": ("own.py", code("environments.md", "Counting"), CLASS.format("Counting")),
     "environments.md agent": (
         "agent.py",
         code("environments.md", "Is that right?"),
-        # One problem to train on: each attempt is a program that begins, and the gate asks eight times.
         f'[task]\nname = "arithmetic"\nmax_value = 3\nnum_held_out = 8\nagent = "{PYTHON} agent.py"\n',
     ),
 }
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_attempts")
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_is_trained_evaluated_and_sampled(
-    name: str, run: Run, folder: Path, roomy_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, run: Run, folder: Path, roomy_model_dir: Path
 ) -> None:
     file, text, task = SHOWN[name]
     (folder / file).write_text(text)
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    task += "" if "class" in name else "max_reply_tokens = 8\n"
+    task += "max_reply_tokens = 8\n"
     (folder / "run.toml").write_text(RUN.format(model=roomy_model_dir, task=task))
     ended = run("train", "run.toml")
     assert ended.code == 0, ended.err
@@ -208,8 +202,10 @@ def test_a_training_from_python_works_as_the_page_shows_it(
         r'"[^"]*(SmolLM2-135M-Instruct|smollm2==0.1.2)"', f'"{tiny_model_dir}"', code(page, "strop.train")
     )
     small = '{"steps": 1, "prompts_per_step": 2, "group_size": 2, "accept": "weights: random"}, '
-    small += 'eval={"num_examples": 2}, placement={"threads": 1}'
-    (folder / "first.py").write_text(text.replace('{"steps": 20}', small))
+    small += 'eval={"num_examples": 1, "num_samples": "none"}, placement={"threads": 1}'
+    (folder / "first.py").write_text(
+        text.replace('{"steps": 20}', small).replace('tokens": 32', 'tokens": 8')
+    )
     done = subprocess.run([sys.executable, "first.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     path = Path(done.stdout.splitlines()[-1].split()[0])
