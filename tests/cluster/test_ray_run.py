@@ -1,19 +1,25 @@
 """A run on Ray reaches what the run in one process reaches, and names whatever of it is killed.
 
-One runtime for both tests: two FSDP2 ranks, two engines, two rollout workers. The first trains; the second
-kills one engine after the other under the same roles.
+One runtime for all tests: two FSDP2 ranks, two engines, two rollout workers and a judge of the run's own, on
+two nodes of a job on this machine, each told what its agent would tell it. Ray takes no loopback for them:
+without another address it is one node. The last test kills one engine after the other under the same roles.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +30,23 @@ from strop.cluster import Roles
 from strop.cluster.contract import with_frozen
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
+from strop.cluster.servers import JudgeRoles
 from strop.engine.contract import WeightTransport
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router
 from strop.errors import CorruptRecord, EngineError, EngineLost
+from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
+from strop.io.endpoints import ENDPOINTS_VARIABLE
 from strop.policy.publication import THREAD_NAME
 from strop.record import RunDir
+from strop.rollout import Group, Split
 from strop.spec import RunSpec
+from strop.spec.layout import RAY_NODE_MODULE
 from strop.store import ModelHandle
 from strop.train.loop import TrainInput, TrainLoop
-from tests.fixtures.builders import request_for
+from tests.fixtures.builders import plan_for, request_for
+from tests.fixtures.judged import JudgedSpell, judge_spec
 from tests.fixtures.ray_traces import files_of_nodes, is_alive, needs_ray
+from tests.fixtures.sockets import find_interface
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
@@ -45,11 +58,15 @@ TOLERANCE = 1e-4
 """Relative: sums over two ranks, and batches of other sizes in the engine, in float32."""
 
 
-def make_spec(**placement: object) -> RunSpec:
+JUDGE, DIGEST = "org/judge", "0123456789abcdef"
+
+
+def make_spec(num_nodes: int = 1, **placement: object) -> RunSpec:
     return tiny_spec(
         # Of three groups; two ranks take every mini-batch together.
         train={"steps": NUM_STEPS, "mini_batches": 3},
         placement=placement,
+        job={"nodes": num_nodes},
         engine={"max_num_seqs": 7},
         reference={"kl_beta": 0.05},
     )
@@ -59,6 +76,7 @@ def make_spec(**placement: object) -> RunSpec:
 class Scene:
     """The run's parts, as long as they live."""
 
+    num_nodes: int
     loop: asyncio.AbstractEventLoop
     placement: RayPlacement
     roles: Roles
@@ -72,36 +90,69 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Scene]:
-    """Two learner ranks, two engines and two rollout workers, started and stopped once."""
+def num_nodes() -> Iterator[int]:
+    """The nodes of the job; this process is on the first."""
+    interface = find_interface()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NODE_VARIABLE, "0")
+        patch.delenv(ENDPOINTS_VARIABLE, raising=False)
+        if interface is not None:
+            patch.setenv(NUM_NODES_VARIABLE, "2")
+            patch.setenv("GLOO_SOCKET_IFNAME", interface)
+        yield 1 if interface is None else 2
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, num_nodes: int) -> Iterator[Scene]:
+    """All roles, started and stopped once."""
     before = files_of_nodes()
     loop = asyncio.new_event_loop()
-    spec = make_spec(kind="ray", learners=2, engines=2, rollout_workers=2)
+    spec = make_spec(num_nodes, kind="ray", learners=2, engines=2, rollout_workers=2)
     # As between nodes, where weights are sent.
     spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"transport": "broadcast"})})
     run_dir = new_run(tmp_path_factory.mktemp("runs"))
     run_dir.begin_attempt()
+    roles_dir = run_dir.path / "roles"
     source = ModelHandle(path=model_dir, digest="unused")
-    placement = RayPlacement(spec, source, run_dir.path / "roles", make_task=SpellTask)
+    judges = make_judges(spec, source, tmp_path_factory.mktemp("judge"), roles_dir / "judges")
+    placement = RayPlacement(spec, source, roles_dir, make_task=partial(JudgedSpell, JUDGE, DIGEST))
+    join = [sys.executable, "-m", RAY_NODE_MODULE, str(run_dir.path)]
+    joining = [
+        subprocess.Popen(join, env={**os.environ, NODE_VARIABLE: str(node)}) for node in range(1, num_nodes)
+    ]
     try:
+        loop.run_until_complete(judges.start())
         started = loop.run_until_complete(placement.start())
         # Spread over both ranks, as the policy is.
         roles = loop.run_until_complete(with_frozen(started, spec, source, lambda uri: source))
-        yield Scene(loop=loop, placement=placement, roles=roles, run_dir=run_dir, notes=Notes())
+        yield Scene(num_nodes, loop, placement=placement, roles=roles, run_dir=run_dir, notes=Notes())
     finally:
         pids = list(placement.role_pids.values())
         loop.run_until_complete(placement.stop())
         loop.run_until_complete(placement.stop())
+        loop.run_until_complete(judges.stop())
+        for node in joining:
+            node.terminate()
+        codes = [node.wait(300) for node in joining]
         run_dir.release()
         loop.close()
+    assert codes == [0] * (num_nodes - 1)
     assert len(pids) == 6
     assert not [pid for pid in pids if is_alive(pid)]
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
     # Sockets, weights in shared memory, the token: all gone. Logs stay, of roles and of Ray.
     assert files_of_nodes() <= before
-    assert not [path for path in (run_dir.path / "roles").rglob("*") if path.suffix in {".token", ".key"}]
+    assert not [path for path in roles_dir.rglob("*") if path.suffix in {".token", ".key"}]
+    assert not [path for path in roles_dir.rglob("*.json") if "key" in json.loads(path.read_text())]
     logs = {path.name for path in (run_dir.path / "latest" / "roles").iterdir()}
     assert {"learner-0.log", "learner-1.log", "engine-0.log", "worker-0.log", "ray.log", "ray"} <= logs
+
+
+def make_judges(spec: RunSpec, policy: ModelHandle, folder: Path, work_dir: Path) -> JudgeRoles:
+    """Return a judge that reads a question of 835 tokens, and answers with 512."""
+    section = judge_spec(folder, "role", judge_model=JUDGE, judge_revision=DIGEST)
+    judge = ModelHandle(path=tiny_model(folder / "model", max_position_embeddings=1536), digest=DIGEST)
+    return JudgeRoles(spec.model_copy(update={"task": section}), policy, {JUDGE: judge}, work_dir)
 
 
 def read_metrics(run_dir: RunDir) -> list[Mapping[str, float]]:
@@ -112,7 +163,7 @@ def test_a_run_on_ray_follows_the_run_in_one_process(scene: Scene, model_dir: Pa
     here = Composition(make_spec(), model_dir, new_run(tmp_path))
     here.run()
     parts = TrainInput(
-        spec=make_spec(kind="ray", learners=2, engines=2, rollout_workers=2),
+        spec=make_spec(scene.num_nodes, kind="ray", learners=2, engines=2, rollout_workers=2),
         task=SpellTask(),
         roles=scene.roles,
         run_dir=scene.run_dir,
@@ -134,6 +185,23 @@ def test_a_run_on_ray_follows_the_run_in_one_process(scene: Scene, model_dir: Pa
     # Checkpoints are of two ranks; the exported weights are whole.
     step_path = scene.run_dir.path / "checkpoints" / f"step-{NUM_STEPS:06d}"
     assert (step_path / "COMPLETE").is_file() or list(step_path.rglob("*.safetensors"))
+
+
+def test_workers_of_both_nodes_are_answered_by_the_judge_on_the_first(scene: Scene) -> None:
+    """Two groups of two are attempted, one by each of two workers."""
+    plans = [
+        [plan_for(example, max_reply_tokens=4, sample_index=index) for index in range(2)]
+        for example in SpellTask().examples(Split.HELD_OUT)[:2]
+    ]
+
+    async def attempt() -> list[Group]:
+        assert scene.roles.run_group is not None
+        return list(await asyncio.gather(*map(scene.roles.run_group, plans)))
+
+    groups = scene.loop.run_until_complete(attempt())
+    # Random weights answer, and it is no verdict.
+    told = Counter(rollout.outcome.extracted for group in groups for rollout in group.rollouts)
+    assert told == Counter(f"judge_unparsable on {number % scene.num_nodes}" for number in range(4))
 
 
 def test_the_state_of_a_rank_with_another_disk_is_sent_to_the_run_and_back(
@@ -223,7 +291,7 @@ def test_prc_5_a_killed_engine_is_survived_and_the_last_one_ends_every_wait(scen
     started_at = time.monotonic()
     message = scene.loop.run_until_complete(end())
     assert time.monotonic() - started_at < 120.0
-    assert message.startswith("role engine-1 on node 0"), message
+    assert message.startswith(f"role engine-1 on node {scene.num_nodes - 1}"), message
     assert "signal 9" in message
     assert f"process {pids[1]}" in message
 
