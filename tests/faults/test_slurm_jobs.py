@@ -154,8 +154,13 @@ def login(cluster: Cluster, run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     cluster.clear()
 
 
-def test_secrets_outlive_a_lost_node_and_end_with_the_run(login: Login, cluster: Cluster) -> None:
-    """The batch shell of a lost node removed the secrets, and the attempt on the next node lacked them."""
+def test_secrets_outlive_a_lost_node_and_end_with_the_run_which_stays_finished(
+    login: Login, cluster: Cluster
+) -> None:
+    """The batch shell of a lost node removed the secrets, and the attempt on the next node lacked them.
+
+    A run that had succeeded was failed after a requeue: its secrets were gone by then.
+    """
     job = login.submit("lost")
     job.wait_for_life()
     node = job.status()["nodes"]
@@ -174,6 +179,17 @@ def test_secrets_outlive_a_lost_node_and_end_with_the_run(login: Login, cluster:
     finally:
         cluster.start_node(node)
         cluster.await_nodes()
+    login.wait_for_slurm(job, "COMPLETED")
+    cluster.run("scontrol", "requeue", job.job_id)
+
+    def has_ended_again() -> bool:
+        assert job.status()["state"] == "succeeded"
+        facts = login.ask(job)
+        return (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "2")
+
+    wait_until(has_ended_again, limit_s=LIMIT_S)
+    assert job.status()["state"] == "succeeded"
+    assert len(job.lives()) == 2
 
 
 def test_nothing_is_left_of_jobs_that_were_ended_from_outside(login: Login, cluster: Cluster) -> None:
@@ -246,25 +262,6 @@ def test_a_cause_of_nodes_excludes_them_until_none_is_left(login: Login) -> None
     assert (end["state"], end["attempt"]["number"]) == ("failed", 0)
     assert "GLOO_SOCKET_IFNAME=nowhere" in end["reason"]
     assert login.ask(pair)["ExcNodeList"] == "(null)"
-
-
-def test_a_finished_run_stays_so_when_slurm_starts_its_job_again(login: Login, cluster: Cluster) -> None:
-    """A run that had succeeded was failed after a requeue: its secrets were gone by then."""
-    job = login.submit("done")
-    job.wait_for_life()
-    job.let_go()
-    assert job.wait_for_end()["state"] == "succeeded"
-    login.wait_for_slurm(job, "COMPLETED")
-    cluster.run("scontrol", "requeue", job.job_id)
-
-    def has_ended_again() -> bool:
-        assert job.status()["state"] == "succeeded"
-        facts = login.ask(job)
-        return (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
-
-    wait_until(has_ended_again, limit_s=LIMIT_S)
-    assert job.status()["state"] == "succeeded"
-    assert len(job.lives()) == 1
 
 
 def test_a_job_whose_agent_is_killed_lives_again_or_says_so(login: Login) -> None:

@@ -21,19 +21,6 @@ from tools.slurm_cluster import Cluster
 pytestmark = pytest.mark.slow
 
 
-def test_a_job_succeeds_and_leaves_nothing_behind(login: LoginNode) -> None:
-    ref = login.submit(a_role("--steps", "3"))
-    status = login.wait_for(ref, *ALL_ENDS)
-    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    attempt = f"{ref.job_id}-0"
-    end = verdict(login, ref)
-    assert (end["exit_code"], end["signal"], end["number"]) == (0, "", 0)
-    assert end["nodes"] in (["n1"], ["n2"])
-    assert end["started_at"] <= end["ended_at"]
-    found = seen(ref, attempt)
-    login.wait_until(lambda: not Path(found["TMPDIR"]).parent.exists())
-
-
 def test_a_submission_that_was_killed_before_it_was_noted_is_found_again(
     login: LoginNode, cluster: Cluster
 ) -> None:
@@ -88,22 +75,6 @@ def test_what_sbatch_refuses_is_said_in_its_own_words(login: LoginNode) -> None:
         login.backend.submit(plan)
 
 
-def test_two_nodes_with_four_gpus_each_have_two_agents(login: LoginNode) -> None:
-    role = a_role("--steps", "2", nodes="all", gpus=4)
-    ref = login.submit(role, resources=gpus(4, nodes=2, is_whole_node=True))
-    status = login.wait_for(ref, *ALL_ENDS)
-    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    found = [seen(ref, f"{ref.job_id}-0", node) for node in (0, 1)]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1,2,3", "0,1,2,3"]
-    assert {one["slurm"]["SLURMD_NODENAME"] for one in found if "SLURMD_NODENAME" in one["slurm"]} == set()
-    assert found[1]["STROP_NODE_ADDRESS"] == "127.0.0.1"
-    agents = [
-        json.loads((Path(ref.home) / f"attempts/{ref.job_id}-0/agent-{node}.json").read_text())
-        for node in (0, 1)
-    ]
-    assert sorted(agent["host"] for agent in agents) == ["n1", "n2"]
-
-
 def test_a_whole_node_and_slices_give_roles_what_they_asked_for(login: LoginNode) -> None:
     # --exclusive shows all four; a slice is asked for by its type.
     whole = login.submit(a_role(gpus=2), name="whole", resources=gpus(2, is_whole_node=True))
@@ -112,21 +83,6 @@ def test_a_whole_node_and_slices_give_roles_what_they_asked_for(login: LoginNode
     for ref in (whole, sliced):
         assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
         assert seen(ref, f"{ref.job_id}-0")["CUDA_VISIBLE_DEVICES"] == "0,1"
-
-
-def test_a_job_from_inside_another_one_inherits_nothing_of_it(
-    login: LoginNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inherited = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "cpu", "MASTER_ADDR": "far"}
-    for name, value in {**inherited, "RANK": "3", "CUDA_VISIBLE_DEVICES": "9"}.items():
-        monkeypatch.setenv(name, value)
-    ref = login.submit(a_role("--steps", "1"))
-    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
-    found = seen(ref, f"{ref.job_id}-0")
-    assert (found["MASTER_ADDR"], found["RANK"], found["CUDA_VISIBLE_DEVICES"] or None) == (None, None, None)
-    assert found["slurm"]["SLURM_JOB_ID"] == ref.job_id
-    assert found["slurm"]["SLURM_JOB_PARTITION"] == "low"
-    assert found["slurm"]["SLURM_NTASKS"] == "1"
 
 
 def test_a_secret_reaches_its_role_and_nothing_else(
@@ -153,15 +109,29 @@ def test_a_secret_reaches_its_role_and_nothing_else(
     assert holders == []
 
 
-def test_sec_5_a_home_of_quotes_and_signs_is_no_trouble(
+def test_sec_5_a_job_in_a_home_of_quotes_and_signs_inherits_nothing_and_leaves_nothing_behind(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is submitted from inside another job."""
+    inherited = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "cpu", "MASTER_ADDR": "far"}
+    for name, value in {**inherited, "RANK": "3", "CUDA_VISIBLE_DEVICES": "9"}.items():
+        monkeypatch.setenv(name, value)
     login = log_in(cluster, tmp_path / "a b$HOME'q\"z`id` %j;#&", monkeypatch)
-    ref = login.submit(a_role("--steps", "1"))
+    ref = login.submit(a_role("--steps", "3"))
     status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     assert "begins at step 0" not in slurm_log(ref)
     assert (job_path_of(ref.home) / f"slurm-{ref.job_id}.out").exists()
+    end = verdict(login, ref)
+    assert (end["exit_code"], end["signal"], end["number"]) == (0, "", 0)
+    assert end["nodes"] in (["n1"], ["n2"])
+    assert end["started_at"] <= end["ended_at"]
+    found = seen(ref, f"{ref.job_id}-0")
+    assert (found["MASTER_ADDR"], found["RANK"], found["CUDA_VISIBLE_DEVICES"] or None) == (None, None, None)
+    assert found["slurm"]["SLURM_JOB_ID"] == ref.job_id
+    assert found["slurm"]["SLURM_JOB_PARTITION"] == "low"
+    assert found["slurm"]["SLURM_NTASKS"] == "1"
+    login.wait_until(lambda: not Path(found["TMPDIR"]).parent.exists())
 
 
 PODMAN = """#!/bin/bash

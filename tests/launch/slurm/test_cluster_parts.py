@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.contract import JobEnvironment, JobRef, JobState, Need
+from strop.launch.contract import JobEnvironment, JobState, Need
 from strop.launch.job_dir import job_path_of
 from strop.launch.launcher import Launcher
 from tests.fixtures.drill import preempt
@@ -23,16 +23,23 @@ def test_a_sweep_is_an_array_whose_trials_live_apart(login: LoginNode, cluster: 
     """Two at a time. The last task's own id is the array's: requeueing by that would start all again."""
     role = a_role("--held", "--special", "3=75,0")
     ref = login.submit(role, sweep=RATES, options={"array": 2})
-    login.wait_for(ref, JobState.RUNNING)
-    login.wait_for(ref, JobState.RUNNING, trial=1)
+    for trial in (0, 1):
+        login.wait_for_step(ref, trial=f"members/{trial}")
     states = [status.state for status in login.launcher.status([ref])]
-    assert states[2:] == [JobState.QUEUED, JobState.QUEUED]
+    assert states == [JobState.RUNNING] * 2 + [JobState.QUEUED] * 2
     assert len(cluster.run("squeue", "-h", "-t", "RUNNING").splitlines()) <= 2
-    login.let_go(ref, *(f"members/{trial}" for trial in range(4)))
-    for trial in range(4):
-        login.wait_for(ref, JobState.SUCCEEDED, trial=trial, attempt=1 if trial == 3 else 0)
-    numbers = [len(login.attempts(ref, trial)) for trial in range(4)]
-    assert numbers == [1, 1, 1, 2]
+    # One is cancelled, one is told, and one is left alone.
+    outcome = login.launcher.cancel(ref, trial=0, grace_s=60.0)
+    assert [status.state for status in outcome.statuses] == [JobState.CANCELLED]
+    login.let_go(ref, "members/2")
+    assert login.wait_for(ref, *ALL_ENDS, trial=2).state is JobState.SUCCEEDED, slurm_log(ref)
+    preempt(login.backend, ref, 1)
+    login.wait_for_step(ref, trial="members/1", attempt=1)
+    login.let_go(ref, "members/1")
+    assert login.wait_for(ref, *ALL_ENDS, trial=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
+    login.let_go(ref, "members/3")
+    login.wait_for(ref, JobState.SUCCEEDED, trial=3, attempt=1)
+    assert [len(login.attempts(ref, trial)) for trial in range(4)] == [1, 2, 1, 2]
     login.wait_until(lambda: cluster.run("squeue", "-h") == "")
 
 
@@ -50,38 +57,11 @@ def test_the_last_trial_of_a_sweep_takes_the_secrets_along(
     login.wait_until(lambda: not (job_path_of(ref.home) / "secrets.json").exists())
 
 
-def test_one_trial_of_a_sweep_is_told_or_cancelled_alone(login: LoginNode) -> None:
-    ref = login.submit(a_role("--held"), sweep=RATES[:3])
-    for trial in range(3):
-        login.wait_for_step(ref, trial=f"members/{trial}")
-    outcome = login.launcher.cancel(ref, trial=2, grace_s=60.0)
-    assert [status.state for status in outcome.statuses] == [JobState.CANCELLED]
-    preempt(login.backend, ref, 1)
-    login.wait_for_step(ref, trial="members/1", attempt=1)
-    login.let_go(ref, "members/0", "members/1")
-    assert login.wait_for(ref, *ALL_ENDS, trial=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
-    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
-    assert [len(login.attempts(ref, trial)) for trial in range(3)] == [1, 2, 1]
-
-
-def _submit_with_sidecar(login: LoginNode, sidecar_steps: int, *words: str) -> JobRef:
-    sidecar = a_role("--steps", str(sidecar_steps), name="sidecar", nodes="cpu", need=Need.PRESENCE)
-    return login.submit(a_role(*words, gpus=2), sidecar, resources=gpus(2, num_cpu_nodes=1))
-
-
-def test_a_sidecar_runs_on_a_cpu_node_as_long_as_the_run(login: LoginNode) -> None:
-    ref = _submit_with_sidecar(login, 5000, "--steps", "10")
-    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
-    attempt = f"{ref.job_id}-0"
-    assert [seen(ref, attempt, node)["CUDA_VISIBLE_DEVICES"] for node in (0, 1)] == ["0,1", ""]
-    folder = Path(ref.home) / "attempts" / attempt
-    assert [(folder / "exit" / str(node)).read_text() for node in (0, 1)] == ["0", "0"]
-    agent = json.loads((folder / "agent-1.json").read_text())
-    assert (agent["host"], agent["part"]) == ("c1", "cpu")
-
-
-def test_both_parts_of_a_job_are_told_and_live_again(login: LoginNode, cluster: Cluster) -> None:
-    ref = _submit_with_sidecar(login, 5000, "--held")
+def test_a_sidecar_lives_on_a_cpu_node_as_long_as_the_run_and_both_are_told_and_live_again(
+    login: LoginNode, cluster: Cluster
+) -> None:
+    sidecar = a_role("--steps", "5000", name="sidecar", nodes="cpu", need=Need.PRESENCE)
+    ref = login.submit(a_role("--held", gpus=2), sidecar, resources=gpus(2, num_cpu_nodes=1))
     login.wait_for_step(ref)
     preempt(login.backend, ref)
 
@@ -95,4 +75,10 @@ def test_both_parts_of_a_job_are_told_and_live_again(login: LoginNode, cluster: 
     login.let_go(ref)
     status = login.wait_for(ref, *ALL_ENDS, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    assert seen(ref, f"{ref.job_id}-1")["begin"] > 0
+    attempt = f"{ref.job_id}-1"
+    assert seen(ref, attempt)["begin"] > 0
+    assert [seen(ref, attempt, node)["CUDA_VISIBLE_DEVICES"] for node in (0, 1)] == ["0,1", ""]
+    folder = Path(ref.home) / "attempts" / attempt
+    assert [(folder / "exit" / str(node)).read_text() for node in (0, 1)] == ["0", "0"]
+    agent = json.loads((folder / "agent-1.json").read_text())
+    assert (agent["host"], agent["part"]) == ("c1", "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from tools.slurm_cluster import Cluster
 pytestmark = pytest.mark.slow
 
 
-def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(login: LoginNode) -> None:
-    role = a_role("--steps", "3", "--codes", "75", "--special", "n2=1", nodes="all")
-    ref = login.submit(role, resources=gpus(0, nodes=2))
+def test_a_failure_on_one_of_two_nodes_is_not_hidden_by_75_on_the_other(login: LoginNode) -> None:
+    """Each node has an agent, and four GPUs."""
+    role = a_role("--steps", "3", "--codes", "75", "--special", "n2=1", nodes="all", gpus=4)
+    ref = login.submit(role, resources=gpus(4, nodes=2, is_whole_node=True))
     status = login.wait_for(ref, *ALL_ENDS)
     assert status.state is JobState.FAILED
     assert "role train ended with exit code 1" in status.reason
@@ -27,6 +29,13 @@ def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(login: LoginNode) 
     assert (answer.state, answer.num_restarts) == (JobState.FAILED, 0)
     end = verdict(login, ref)
     assert (end["exit_code"], end["nodes"]) == (1, ["n1", "n2"])
+    found = [seen(ref, f"{ref.job_id}-0", node) for node in (0, 1)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1,2,3", "0,1,2,3"]
+    assert {one["slurm"]["SLURMD_NODENAME"] for one in found if "SLURMD_NODENAME" in one["slurm"]} == set()
+    assert found[1]["STROP_NODE_ADDRESS"] == "127.0.0.1"
+    folder = Path(ref.home) / f"attempts/{ref.job_id}-0"
+    agents = [json.loads((folder / f"agent-{node}.json").read_text()) for node in (0, 1)]
+    assert sorted(agent["host"] for agent in agents) == ["n1", "n2"]
 
 
 @pytest.mark.parametrize("words", [(), ("--ignore-signals",)], ids=["saves", "ignores signals"])
@@ -49,25 +58,16 @@ def test_lau_3_a_preempted_job_makes_room_and_lives_again(login: LoginNode, word
     assert begin == 0 if words else begin > 0
 
 
-def test_lau_3_a_signal_that_wakes_the_waiting_script_is_no_end(login: LoginNode, cluster: Cluster) -> None:
+def test_lau_3_a_signal_that_wakes_the_waiting_script_is_no_end_and_cancelling_names_what_is(
+    login: LoginNode, cluster: Cluster
+) -> None:
     """`wait` returns 128 + n for any signal with a trap, and for a resumed job Slurm sends CONT."""
-    ref = login.submit(a_role("--held"))
-    login.wait_for_step(ref)
-    for target in ("--batch", "--full"):
-        cluster.run("scancel", target, "--signal=CONT", str(ref.job_id))
-        # For a script that would take it for an end.
-        time.sleep(0.5)
-    login.let_go(ref)
-    status = login.wait_for(ref, *ALL_ENDS)
-    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    answer = login.backend.poll([ref])[ref.job_id, 0]
-    assert answer.num_restarts == 0
-    assert slurm_log(ref).count("started train") == 1
-
-
-def test_cancelling_names_what_ended_a_job(login: LoginNode, cluster: Cluster) -> None:
     running = login.submit(a_role("--held", gpus=4), name="running", resources=gpus(4, nodes=2))
     login.wait_for_step(running)
+    for target in ("--batch", "--full"):
+        cluster.run("scancel", target, "--signal=CONT", str(running.job_id))
+        # For a script that would take it for an end.
+        time.sleep(0.5)
     waiting = login.submit(a_role(gpus=4), name="waiting", resources=gpus(4, nodes=2))
     assert login.wait_for(waiting, JobState.QUEUED).reason in {"Resources", "Priority", "PENDING", "None"}
     outcome = login.launcher.cancel(waiting, grace_s=60.0)
@@ -80,6 +80,7 @@ def test_cancelling_names_what_ended_a_job(login: LoginNode, cluster: Cluster) -
     time.sleep(1.0)
     answer = login.backend.poll([running])[running.job_id, 0]
     assert (answer.state, answer.num_restarts) == (JobState.CANCELLED, 0)
+    assert slurm_log(running).count("started train") == 1
     end = verdict(login, running)
     assert (end["exit_code"], end["signal"]) == (75, "SIGTERM")
     # Slurm itself says nothing of a job that it does not know.
