@@ -387,6 +387,3 @@ async def test_close_ends_who_runs_and_who_waits_and_closes_every_engine() -> No
     assert {"closed" in str(error) for error in done} == {True}
     assert [engine.is_closed for engine in desk.engines] == [True, True]
     assert desk.events == []
-
-
-# The dummy engine keeps the contract, and its script ends loudly.

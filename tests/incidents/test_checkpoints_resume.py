@@ -343,14 +343,10 @@ DEATHS_BEFORE_A_LOSS = (
 )
 
 
-def short_run(model_dir: Path) -> str:
-    return describe_run("remote", model_dir, NUM_STEPS)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """A run that nobody disturbed."""
-    return Bench(tmp_path_factory.mktemp("whole") / "bench", short_run(tiny_model_dir)).finish()
+    return Bench(tmp_path_factory.mktemp("whole") / "bench", describe_run("remote", tiny_model_dir)).finish()
 
 
 @pytest.mark.slow
@@ -363,7 +359,7 @@ def test_ckp_6_the_disk_is_lost_again_and_again_and_the_curve_stays_the_same(
     store. A checkpoint that had not arrived is trained again.
     """
     store = tmp_path / "store"
-    text = short_run(tiny_model_dir) + f'[store]\nuri = "{store}"\nmirror = true\n'
+    text = describe_run("remote", tiny_model_dir) + f'[store]\nuri = "{store}"\nmirror = true\n'
     bench = Bench(tmp_path / "0", text)
     # The first one may end when its first checkpoint is there.
     assert bench.end(Moment(r"os\.rename .*/rollouts/step-000003\.parquet", signal.SIGTERM)) == 75

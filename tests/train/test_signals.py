@@ -110,8 +110,3 @@ def test_in_a_job_sigterm_may_come_again(monkeypatch: pytest.MonkeyPatch) -> Non
         assert flag.cause == "sigterm"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-# kill -9 in the middle of runs that imitate, then the same command again: the same curve, bit for bit.
-
-# A loop whose engine is another process, which dies. Its curve is compared where placements are tested.

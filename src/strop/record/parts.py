@@ -65,8 +65,8 @@ def describe_environment() -> str:
 
     Read once: this process does not run with what is installed later.
     """
-    packages = sorted(
-        {f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}, key=str.lower
-    )
+    # Each is parsed whole, so once.
+    found = [item.metadata for item in importlib.metadata.distributions()]
+    packages = sorted({f"{one['Name']}=={one['Version']}" for one in found}, key=str.lower)
     lines = [f"# python {platform.python_version()} at {sys.executable}", f"# platform {platform.platform()}"]
     return "\n".join([*lines, *packages]) + "\n"
