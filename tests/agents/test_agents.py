@@ -335,10 +335,11 @@ def test_a_thousand_calls_at_once_have_the_tokens_of_an_attempt_together(tmp_pat
 
 
 BEGINNING = """
-import json, sys, time, openai
+import json, sys, time
 messages = json.load(sys.stdin)["messages"]
 
 def ask():
+    import openai
     answer = openai.OpenAI().chat.completions.create(model="x", messages=messages)
     reply = answer.choices[0].message.content
     messages.extend([{"role": "assistant", "content": reply}, {"role": "user", "content": "Sure?"}])

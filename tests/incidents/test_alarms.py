@@ -231,22 +231,21 @@ class PaysForBrevity(SpellTask):
         return Outcome(parts={"spelled": 1.0 if is_right else 0.5 / (1 + len(text))}, is_correct=is_right)
 
 
-COLLAPSING = {"steps": 40, "prompts_per_step": 6, "group_size": 6, "checkpoint_every": 5, **ACCEPT}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_alarm", "lr"),
     # So slow that it comes after the first steps, which later ones are compared with; and within them.
-    [("stop-on-collapse", 7e-4), ("warn", 7e-4), ("stop-on-collapse", 3e-3)],
+    [("stop-on-collapse", 7e-4), ("warn", 3e-3), ("stop-on-collapse", 3e-3)],
 )
 def test_opt_6_a_collapse_ends_the_run_by_itself_with_the_checkpoint_before_it(
     tmp_path: Path, tiny_model_dir: Path, on_alarm: str, lr: float
 ) -> None:
     """Incident: reward rose at an accuracy of 0, replies became one word, and no alarm was raised."""
     tripwires = {} if on_alarm == "stop-on-collapse" else {"on_alarm": on_alarm}
+    train = {"prompts_per_step": 6, "group_size": 6, "checkpoint_every": 5, "keep_checkpoints": 9, **ACCEPT}
+    train["steps"] = 24 if on_alarm == "warn" else 40
     made = Composition(
-        tiny_spec(train=COLLAPSING | {"keep_checkpoints": 9}, tripwires=tripwires, optimizer={"lr": lr}),
+        tiny_spec(train=train, tripwires=tripwires, optimizer={"lr": lr}),
         tiny_model_dir,
         new_run(tmp_path),
         task=PaysForBrevity(),

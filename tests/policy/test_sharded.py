@@ -282,7 +282,8 @@ def run_ranks(work: Callable[..., Any], num_ranks: int, store_dir: Path, *args: 
     """Return what `work(*args)` returned on each rank. Raises: ProcessRaisedException of the first."""
     store_dir.mkdir(parents=True, exist_ok=True)
     # Imported once, by the server that the ranks are forks of, if this session has not used it before.
-    set_forkserver_preload([work.__module__])
+    names = ("llama", "qwen2", "qwen3_next", "phi")
+    set_forkserver_preload([work.__module__, *(f"transformers.models.{x}.modeling_{x}" for x in names)])
     start_processes(  # type: ignore[no-untyped-call]
         serve_rank, (work, num_ranks, store_dir, args), nprocs=num_ranks, start_method="forkserver"
     )

@@ -229,10 +229,12 @@ def test_the_version_covers_source_settings_and_examples(tmp_path: Path) -> None
     assert len(set(versions)) == 4
     assert task_of(other).version == versions[0]
     # Their names are those of settings of strop's own tasks that are not hashed.
-    for name in ("reward", "source", "root", "rubric", "judge_url"):
-        code = CODE.replace("high: int = 40", f"high: int = 40\n    {name}: float = 0.5")
-        half, more = (task_of(tmp_path, f"task.{name}={value}", code=code).version for value in (0.5, 0.9))
-        assert half != more
+    names = ("reward", "source", "root", "rubric", "judge_url")
+    fields = "".join(f"\n    {name}: float = 0.5" for name in names)
+    code = CODE.replace("high: int = 40", "high: int = 40" + fields)
+    halves = task_of(tmp_path, code=code).version
+    for name in names:
+        assert task_of(tmp_path, f"task.{name}=0.9", code=code).version != halves, name
 
 
 def test_a_run_file_is_valid_where_its_task_is_not(tmp_path: Path) -> None:
