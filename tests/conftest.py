@@ -223,6 +223,15 @@ def few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def frugal_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM of few processes that compiles nothing, on one core: with two, each waits for the other."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+
+
+@pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
     """A tokenizer of bytes; tests of real weights define that of their model."""
     from strop.tokenizer import Tokenizer

@@ -80,6 +80,7 @@ def server(model_dir: Path, fault: Path, tmp_path_factory: pytest.TempPathFactor
     (modules / "tests").symlink_to(Path(__file__).parents[1])
     # One core: with two, each waits for the other while the rest of the machine works.
     added = {**vllm_environment(modules), FAULT_FILE: str(fault), "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    added["TORCH_COMPILE_DISABLE"] = "1"
     args = [str(VLLM.python), "-P", "-m", "tests.fixtures.faulty_vllm", "--model", str(model_dir)]
     args += ["--dtype", "float32", "--key-file", str(key_path), "--ready-file", str(ready_path)]
     args += ["--eager", "--max-num-seqs", "16", "--lora-rank", "8"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from strop.audit import self_test
+from strop.audit import AuditSettings, ProbeStatus, run_audit, self_test
 from strop.environments.harbor import (
     Harbor,
     HarborSpec,
@@ -186,7 +186,8 @@ def test_the_solution_is_right_and_nonsense_is_not(tmp_path: Path, base: str) ->
     task = make(tmp_path, base)
     assert asyncio.run(self_test(task, task.examples(Split.TRAIN))) == []
     wrong = make(tmp_path, base, solution__solve="#!/bin/sh\necho 6 > answer.txt\n")
-    assert [one.probe for one in asyncio.run(self_test(wrong, wrong.examples(Split.TRAIN)))] == ["gold"]
+    (gold,) = asyncio.run(run_audit(wrong, AuditSettings(probes=("gold",)))).probes
+    assert gold.status is ProbeStatus.FAIL
 
 
 @pytest.mark.slow

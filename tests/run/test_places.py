@@ -128,6 +128,7 @@ def test_an_export_that_does_not_load_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("frugal_vllm")
 def test_an_export_is_loaded_by_transformers_and_by_vllm(tmp_path: Path) -> None:
     # Heads of a width that vLLM computes.
     model = tiny_model(tmp_path / "model", head_dim=32)

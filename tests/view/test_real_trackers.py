@@ -71,19 +71,15 @@ def command(tmp_path: Path, tiny_model_dir: Path, python: Path) -> Iterator[Star
         one.wait()
 
 
-def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes], said: Path) -> None:
-    while not what():
-        assert process.poll() is None, said.read_text()
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_all_have_each_step_once_after_a_kill(tmp_path: Path, python: Path, command: Start) -> None:
     run_path, said = tmp_path / "run", tmp_path / "said.log"
     process = command()
     sents = [sent_path(run_path, name) for name in NAMES]
     # Between two checkpoints, when all have heard of steps behind the first.
-    wait_for(lambda: all(read_sent(path).step > CHECKPOINT_EVERY for path in sents), process, said)
+    while not all(read_sent(path).step > CHECKPOINT_EVERY for path in sents):
+        assert process.poll() is None, said.read_text()
+        time.sleep(0.02)
     ids = [read_sent(path).id for path in sents]
     process.kill()
     process.wait()

@@ -32,14 +32,6 @@ def write_repository(folder: Path, rows: Mapping[str, Sequence[Any]]) -> None:
     (folder / "README.md").write_text(f"---\n{text}---\n")
 
 
-def write_own(folder: Path, rows: Mapping[str, Sequence[Any]]) -> Path:
-    """Write the same rows for strop's task."""
-    folder.mkdir()
-    for split, of_split in rows.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_split))
-    return folder
-
-
 def ask_own(model: Path, out: Path, *words: str) -> list[Rollout]:
     """Return the rollouts of strop's task."""
     asked = ["eval", str(model), "--split", "held_out", "--out", str(out), *words]
@@ -58,11 +50,10 @@ def test_sums_in_words(tmp_path: Path, smollm2_dir: Path) -> None:
         "train": [{"question": "And?", "answer": "#### 1"}],
     }
     write_repository(tmp_path / "openai/gsm8k", rows)
-    source = f"source={write_own(tmp_path / 'own', rows)}"
     words = (f"harness.include={tmp_path}", "harness.engine=hf", "model.dtype=float32")
     limits = ("harness.num_few_shot=0", "harness.max_reply_tokens=32")
     result = ask(smollm2_dir, tmp_path / "out", "gsm8k", *words, *limits)
-    own = ("--task", "gsm8k", source, "max_reply_tokens=32")
+    own = ("--task", "gsm8k", f"source={tmp_path}/openai/gsm8k/main", "max_reply_tokens=32")
     ours = {str(one.example.fields["question"]): one for one in ask_own(smollm2_dir, tmp_path / "out", *own)}
     samples = [one for one in samples_of(tmp_path / "out", "gsm8k") if one["filter"] == "strict-match"]
     assert len(samples) == len(PAIRS)

@@ -136,7 +136,7 @@ def test_a_server_without_echo_gives_no_score(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("harness_python")
+@pytest.mark.usefixtures("frugal_vllm", "harness_python")
 def test_a_cut_reply_of_vllm_is_seen_and_a_terminator_and_a_stop_string_are_no_cut(tmp_path: Path) -> None:
     """Incident: texts were encoded again, to fewer tokens than were generated, and the table said 0.0 %."""
     require_system_part("vLLM (make vllm-deps)", VLLM.is_ready())
