@@ -134,9 +134,6 @@ def test_a_damaged_index_and_a_file_are_no_model(tmp_path: Path) -> None:
         get_model(str(model_dir), cache_dir=tmp_path / "cache")
 
 
-# Names
-
-
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
@@ -327,9 +324,6 @@ def test_offline_without_the_model_refuses_and_connects_to_nothing(tmp_path: Pat
         assert "offline mode is on" in ended.stderr
         with pytest.raises(TimeoutError):
             listener.accept()
-
-
-# The real thing
 
 
 @pytest.mark.slow

@@ -266,8 +266,6 @@ def test_a_mini_batch_that_is_not_finite_is_refused_and_the_others_go_on(
     assert all(bool(value.isfinite().all()) for value in exported(made.run_dir).values())
 
 
-# --- cutting a batch
-
 TRAIN = TrainSpec(prompts_per_step=6, mini_batches=3, epochs=2)
 
 
@@ -327,9 +325,6 @@ def test_groups_that_do_not_count_are_in_no_mini_batch() -> None:
     # Two of four have a difference: two mini-batches of one group each, of weight 1.
     assert [len(part) for part in steps] == [1, 1]
     assert [sum(len(r.engine_logprobs) * r.weight for r in part[0].replies) for part in steps] == [1.0, 1.0]
-
-
-# --- a penalty in the reward
 
 
 def test_penalties_in_the_reward_by_hand() -> None:
