@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from strop.cluster import Roles
-from strop.cluster.engine_process import EngineProcess, can_swap_adapters
+from strop.cluster.engine_process import can_swap_adapters
 from strop.cluster.local import LocalLearner, ProcessPlacement
 from strop.cluster.publishers import BroadcastPublisher, FilePublisher, clear_publications
 from strop.engine import WeightTransport
@@ -147,19 +147,37 @@ def test_stop_before_start_does_nothing(tiny_model_dir: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_started_engine_serves_the_learners_weights_and_leaves_only_its_log(
+def test_sec_4_a_started_engine_serves_the_learners_weights_and_leaves_only_its_log(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
+    """Incident: keys in files that every user of the machine could read."""
     work_dir = tmp_path / "a 'quoted' dir"
     placement = make_placement(tiny_model_dir, work_dir)
     # What a killed attempt left: its key, its address, its weights.
     (work_dir / "weights").mkdir(parents=True)
     for name in ("engine.key", "engine.ready", "weights/v000040.safetensors", "weights/v000041.partial"):
         (work_dir / name).write_text("stale")
+    modes: list[int] = []
+    keys: list[str] = []
+
+    def read_key() -> str:
+        with suppress(OSError):
+            return (work_dir / "engine.key").read_text().removeprefix("stale")
+        return ""
+
+    def look() -> None:
+        wait_until(lambda: read_key() != "", 60.0)
+        modes.append(stat.S_IMODE((work_dir / "engine.key").stat().st_mode))
+        keys.append(read_key())
 
     async def act() -> tuple[Roles, HealthForm, list[str], Path, list[str]]:
+        thread = threading.Thread(target=look)
+        thread.start()
         try:
             roles = await placement.start()
+            thread.join()
+            assert placement.engine_pid is not None
+            assert keys[0] not in read_arguments(placement.engine_pid)
             assert isinstance(roles.engine, RemoteEngine)
             health = await roles.engine.health()
             learner_of(roles).version = 3
@@ -175,6 +193,8 @@ def test_a_started_engine_serves_the_learners_weights_and_leaves_only_its_log(
     roles, health, files, weights_dir, weights = asyncio.run(act())
     assert health.digest == health.model_digest == weights_digest(learner_of(roles).model)
     assert health.version == 0
+    assert modes == [0o600]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and keys[0] in path.read_text()]
     assert files == ["engine.log"]
     # In memory, and gone with the run.
     assert weights_dir.parent == SHARED_MEMORY
@@ -223,16 +243,6 @@ def test_prc_5_an_engine_that_dies_at_its_start_is_told_with_its_log(
     assert names(tmp_path) == ["engine.log"]
 
 
-def test_sec_4_a_key_is_written_for_this_user_only(tiny_model_dir: Path, tmp_path: Path) -> None:
-    engine = EngineProcess(process_spec(), tiny_model_dir, tmp_path)
-    try:
-        engine.launch()
-        assert stat.S_IMODE((tmp_path / "engine.key").stat().st_mode) == 0o600
-    finally:
-        asyncio.run(engine.stop())
-    assert names(tmp_path) == ["engine.log"]
-
-
 def test_a_model_that_the_learner_refuses_leaves_no_process(tmp_path: Path) -> None:
     placement = make_placement(tmp_path / "absent", tmp_path / "w")
     with pytest.raises(ConfigError, match="cannot be loaded as a causal language model"):
@@ -245,39 +255,6 @@ def test_a_work_directory_that_cannot_be_written_is_told(tiny_model_dir: Path, t
     (tmp_path / "w").write_text("a file")
     with pytest.raises(StoreError, match=r"Allowed: .*Next: "):
         asyncio.run(make_placement(tiny_model_dir, tmp_path / "w" / "roles").start())
-
-
-@pytest.mark.slow
-def test_sec_4_the_key_is_for_this_user_only_and_gone_once_handed_over(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    """Incident: keys in files that every user of the machine could read."""
-    placement = make_placement(tiny_model_dir, tmp_path)
-    modes: list[int] = []
-    keys: list[str] = []
-
-    def look() -> None:
-        path = tmp_path / "engine.key"
-        wait_until(lambda: path.exists() and path.stat().st_size > 0, 60.0)
-        modes.append(stat.S_IMODE(path.stat().st_mode))
-        keys.append(path.read_text())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-
-    async def act() -> str:
-        try:
-            await placement.start()
-            assert placement.engine_pid is not None
-            return read_arguments(placement.engine_pid)
-        finally:
-            await placement.stop()
-
-    words = asyncio.run(act())
-    thread.join()
-    assert modes == [0o600]
-    assert keys[0] not in words
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and keys[0] in path.read_text()]
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     words += [f"--port={port}", f"--node-ip-address={LOOPBACK}", "--num-gpus=3", "--num-cpus=4"]
     words += [
         f"--temp-dir={ray_dir.name}",
-        "--include-dashboard=false",
+        *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"),
         "--disable-usage-stats",
         "--object-store-memory=100000000",
         # The port above may lie among Ray's usual ones of workers.
@@ -125,12 +125,14 @@ class Own:
 
 
 def attach_and_attempt(
-    address: str, model_dir: Path, folder: Path
-) -> tuple[dict[str, Any] | None, list[tuple[str, int, float | None]]]:
+    address: str, model_dir: Path, folder: Path, asked: list[tuple[str, int, int]]
+) -> tuple[list[str], dict[str, Any] | None, list[tuple[str, int, float | None]]]:
     """Start a run's roles there, and attempt an example of either kind of the user's own.
 
-    Return the cluster's state meanwhile, and task, number and reward of each rollout.
+    Before that, ask other clusters or for other nodes. Return why these are refused, the cluster's state
+    meanwhile, and task, number and reward of each rollout.
     """
+    refused = refusals(folder, asked)
     (folder / "near.py").write_text("def worth(n):\n    return n / 1000\n")
     (folder / "own.py").write_text(CODE)
     rows = write_rows(folder / "rows.jsonl", [{"q": f"{n}?", "n": n} for n in range(8)])
@@ -146,7 +148,7 @@ def attach_and_attempt(
     examples = build_task(spec.task).examples(Split.TRAIN)
     chosen = [next(one for one in examples if one.task == name) for name in ("rows", "Own")]
 
-    async def act() -> tuple[dict[str, Any] | None, list[tuple[str, int, float | None]]]:
+    async def act() -> tuple[list[str], dict[str, Any] | None, list[tuple[str, int, float | None]]]:
         placement = build_placement(spec, ModelHandle(path=model_dir, digest="d"), folder / "roles")
         try:
             roles = await placement.start()
@@ -162,7 +164,11 @@ def attach_and_attempt(
             assert roles.busy.keys() == {"engine-0", "verifier"}
             assert roles.busy["engine-0"].take_intervals(9)
             found = [(one.example, one.outcome) for group in groups for one in group.rollouts]
-            return meanwhile, [(example.task, example.fields["n"], told.reward) for example, told in found]
+            return (
+                refused,
+                meanwhile,
+                [(example.task, example.fields["n"], told.reward) for example, told in found],
+            )
         finally:
             await placement.stop()
 
@@ -192,13 +198,19 @@ def refusals(folder: Path, asked: list[tuple[str, int, int]]) -> list[str]:
 
 @pytest.mark.slow
 @needs_ray
-def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
+def test_a_run_attaches_where_it_finds_what_it_asks_for_and_leaves_the_cluster_as_it_was(
     address: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The cluster was started without it: roles are given it, and prove that they have it.
     monkeypatch.setenv("STROP_JOB_NAMES", "PROMISED")
     monkeypatch.setenv("PROMISED", "a,b 'c'")
-    meanwhile, judged = apart(attach_and_attempt, address, tiny_model_dir, tmp_path)
+    monkeypatch.setenv("RAY_py_gcs_connect_timeout_s", "10")
+    asked = [(address, 2, 1), (address, 1, 4), (f"{LOOPBACK}:1", 1, 1)]
+    refused, meanwhile, judged = apart(attach_and_attempt, address, tiny_model_dir, tmp_path, asked)
+    nodes, gpus, nobody = refused
+    assert "has 1 nodes, and job.nodes is 2" in nodes
+    assert "127.0.0.1 has 3 of 4" in gpus
+    assert "ray.address=127.0.0.1:1" in nobody
     assert [task for task, _, _ in judged] == ["rows", "rows", "Own", "Own"]
     assert all(reward == n / 1000 for _, n, reward in judged)
     assert meanwhile is not None
@@ -207,19 +219,6 @@ def test_a_run_attaches_and_leaves_the_cluster_as_it_was(
     assert _ask(address) == {"free": {"CPU": 4.0, "GPU": 3.0}, "nodes": 1, "actors": 0, "groups": 0}
     shown = [path.read_text() for path in sorted((tmp_path / "roles").rglob("*.log"))]
     assert sum("on node 0" in text for text in shown) == 3
-
-
-@pytest.mark.slow
-@needs_ray
-def test_what_the_cluster_does_not_have_is_refused_and_where_nothing_listens(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_py_gcs_connect_timeout_s", "3")
-    asked = [(address, 2, 1), (address, 1, 4), (f"{LOOPBACK}:1", 1, 1)]
-    nodes, gpus, nobody = apart(refusals, tmp_path, asked)
-    assert "has 1 nodes, and job.nodes is 2" in nodes
-    assert "127.0.0.1 has 3 of 4" in gpus
-    assert "ray.address=127.0.0.1:1" in nobody
 
 
 def test_a_running_cluster_has_settings_of_its_own() -> None:
