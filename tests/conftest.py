@@ -207,8 +207,11 @@ def smollm2_dir(smollm2_handles: tuple[ModelHandle, ModelHandle]) -> Path:
 
 @pytest.fixture(scope="session")
 def kernels_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the caches of all tests keep their compiled kernels."""
-    return tmp_path_factory.mktemp("kernels")
+    """Where the caches of all tests, in all processes of a session, keep their compiled kernels."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+    shared.mkdir(exist_ok=True)
+    return shared
 
 
 @pytest.fixture

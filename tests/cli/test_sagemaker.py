@@ -42,9 +42,8 @@ RUN = 'name = "small"\n[model]\nuri = "Org/Name"\n[task]\nname = "arithmetic"\n'
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "cache"))
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -248,8 +247,8 @@ def test_a_job_runs_here_as_the_platform_would_run_it(
     settings = (
         f"model.uri={tiny_model_dir}",
         *("model.dtype=float32", "train.steps=1", "train.prompts_per_step=2", "train.group_size=2"),
-        *('train.accept="weights: a random model for a test"', "eval.num_examples=4", "eval.num_samples=2"),
-        *("placement.threads=1", f"store.uri={s3_root}"),
+        *('train.accept="weights: a random model for a test"', "eval.num_examples=4"),
+        *("eval.num_samples=none", "placement.threads=1", f"store.uri={s3_root}"),
     )
     assert submit("site.local=true", "site.image=processes", *settings) == 0
     assert any("_step1/COMPLETE" in stored.uri for stored in S3Objects().list(s3_root))

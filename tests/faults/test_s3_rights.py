@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,20 @@ from strop.launch.sagemaker.probe import execution_policy, submitter_policy
 from strop.run.mirroring import probe_store
 from strop.store import open_store
 from tests.fixtures.object_store import ask_store, object_store, store_environment, use_store
-from tests.fixtures.own_code import ACCEPTED
+from tests.fixtures.own_code import own_settings, remove_own_code, write_own_code
 from tests.launch.sagemaker.building import PROFILE
 from tests.launch.sagemaker.rehearsal import Rehearsal
-from tests.launch.sagemaker.test_emulator import HOST
+from tests.launch.sagemaker.test_emulator import HOST, wait_for_nobody, wait_for_state, wait_until
 
 LIMIT_S = 900.0
+"""For a training and its mirror: an uploader of the lowest priority has waited minutes for its turn."""
 TRAIN = RolePlan(
     name="train", argv=("python3", "-m", "strop.cli", "train", "{run}/job/spec.toml", "output.dir={run}")
 )
+NUM_STEPS = 12
 SETTINGS = (
-    *("model.dtype=float32", "train.steps=3", "train.prompts_per_step=2", "train.group_size=2"),
-    *("train.checkpoint_every=1", "train.keep_checkpoints=1", "placement.threads=1"),
+    *("model.dtype=float32", f"train.steps={NUM_STEPS}", "train.prompts_per_step=2", "train.group_size=2"),
+    *("train.checkpoint_every=2", "train.keep_checkpoints=1", "store.keep_last=1", "placement.threads=1"),
     *("eval.num_examples=4", "eval.num_samples=none"),
 )
 
@@ -137,35 +140,71 @@ def test_a_large_file_is_staged_with_the_submitters_printed_rights(
 
 
 @pytest.mark.slow
-def test_a_job_trains_and_mirrors_with_exactly_the_printed_rights(
-    account: Account, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, tmp_path: Path
+def test_lau_2_a_training_with_exactly_the_printed_rights_goes_on_after_a_kill_and_after_a_stop(
+    account: Account,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model_dir: Path,
+    own_cache: Path,
+    tmp_path: Path,
 ) -> None:
-    """Every upload of a job with the printed role failed, and only `latest.json` was in the store."""
+    """LAU-2, A6: what was saved is in S3 while the run goes on, and a new start continues at its step.
+
+    Every upload of a job with the printed role failed, and only `latest.json` was in the store.
+    The task is the user's own, and only what travelled with the job is still there.
+    """
     account.become(monkeypatch, "submitter")
-    rehearsal = Rehearsal(tmp_path, objects=SiteObjects(account.site))
-    try:
+    objects = SiteObjects(account.site)
+    with closing(Rehearsal(tmp_path, objects=objects)) as rehearsal:
+        write_own_code(rehearsal.project, "submitted")
         request = rehearsal.submit(
-            overrides=(f"model.uri={tiny_model_dir}", *SETTINGS, ACCEPTED),
+            overrides=(f"model.uri={tiny_model_dir}", *SETTINGS, *own_settings(rehearsal.project)),
             profile={"endpoint_url": account.address},
             roles=(TRAIN,),
             local=True,
         )
-        job = rehearsal.start(
-            request,
-            environment={
-                **account.environment_of("role"),
-                "STROP_STORE_URI": root_of(account),
-                "HF_HUB_OFFLINE": "1",
-            },
+        remove_own_code(rehearsal.project)
+        environment = {
+            **account.environment_of("role"),
+            "STROP_STORE_URI": root_of(account),
+            "HF_HUB_OFFLINE": "1",
+            "STROP_CACHE": str(own_cache),
+        }
+        settings = {"environment": environment, "sync_every_s": 0.5}
+        first = rehearsal.start(request, **settings)
+        wait_for_state(rehearsal, request)
+        first.kill()
+        wait_for_nobody(first)
+        second = rehearsal.start(request, **settings)
+        root = f"{root_of(account)}/checkpoints/{request['TrainingJobName']}"
+
+        def is_mirrored() -> bool:
+            return any("_step" in found.uri and "COMPLETE" in found.uri for found in objects.list(root))
+
+        wait_until(
+            lambda: "train| step" in second.log_of(HOST) or second.poll() is not None, "it did not begin"
         )
-        assert job.wait(LIMIT_S) == 0, job.log_of(HOST)
-    finally:
-        rehearsal.close()
-    root = f"{root_of(account)}/checkpoints/{request['TrainingJobName']}"
-    assert rehearsal.objects is not None
-    names = {stored.uri[len(root) + 1 :] for stored in rehearsal.objects.list(root)}
+        wait_until(
+            lambda: is_mirrored() or second.poll() is not None, "nothing was mirrored", limit_s=LIMIT_S
+        )
+        code = second.stop()
+        # On a fast machine it may have finished first.
+        assert code in {75, 0}, second.log_of(HOST)
+        if code == 75:
+            # Whatever the platform had copied is gone: the run's own mirror is enough.
+            for stored in list(objects.list(request["CheckpointConfig"]["S3Uri"].rstrip("/"))):
+                if "/step-" in stored.uri:
+                    objects.remove(stored.uri)
+        third = rehearsal.start(request, **settings)
+        assert third.wait(LIMIT_S) == 0, third.log_of(HOST)
+        assert third.check_end() == []
+        steps = [line["step"] for line in rehearsal.metrics(request, HOST)]
+        assert steps == list(range(1, NUM_STEPS + 1))
+        assert code == 0 or "has step" in third.log_of(HOST)
+        assert "no state is there" not in second.log_of(HOST) + third.log_of(HOST)
+    names = {stored.uri[len(root) + 1 :] for stored in objects.list(root)}
     # One checkpoint is kept: earlier ones were removed.
-    complete = [name for name in names if name.startswith("small-try_step") and name.endswith("COMPLETE")]
-    assert complete == ["small-try_step3/COMPLETE"], names
-    events = rehearsal.objects.read(f"{root}/traces/events.jsonl").decode()
-    assert "upload_failed" not in events
+    complete = [name for name in names if name.startswith("small-try_step") and name.endswith("/COMPLETE")]
+    assert complete == [f"small-try_step{NUM_STEPS}/COMPLETE"], names
+    verdict = objects.read(f"{root}/traces/attempts/{request['TrainingJobName']}-2/verdict.json")
+    assert json.loads(verdict)["exit_code"] == 0
+    assert "upload_failed" not in objects.read(f"{root}/traces/events.jsonl").decode()

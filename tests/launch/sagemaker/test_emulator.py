@@ -71,24 +71,6 @@ def end_of(emulator: Emulator) -> int | None:
     return code
 
 
-def test_lau_2_term_during_a_step_saves_and_a_second_start_goes_on_exactly(rehearsal: Rehearsal) -> None:
-    """LAU-2: the first process forwards SIGTERM; a newer complete state and code 75 follow."""
-    request = rehearsal.submit(trainee={"STEP_S": 0.3})
-    first = rehearsal.start(request, num_steps=ENDLESS)
-    before = wait_for_state(rehearsal, request, 2)
-    assert first.stop() == 75, first.log_of(HOST)
-    assert first.check_end() == []
-    assert first.failure().startswith(f"requeue: exit code 75: interrupted, its state saved on {HOST}")
-    saved = rehearsal.states(request)[-1]
-    assert saved >= before
-    assert f"train| saved step {step_of(saved)}\n" in first.log_of(HOST)
-    # No step is skipped or repeated, and every state is the undisturbed one.
-    second = go_on_to_the_end(rehearsal, request, step_of(saved))
-    assert f"begin at step {step_of(saved)}\n" in second.log_of(HOST)
-    verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-1/verdict.json")
-    assert verdict["number"] == 1
-
-
 OWN_TIMER = """
 import os, threading, time
 from pathlib import Path
@@ -161,7 +143,8 @@ class SlowFolder(FolderObjects):
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_an_end_during_an_upload_leaves_a_whole_state(tmp_path: Path, is_told: bool) -> None:
+def test_lau_2_an_end_during_a_step_and_an_upload_leaves_a_whole_state(tmp_path: Path, is_told: bool) -> None:
+    """LAU-2: the first process forwards SIGTERM; a newer complete state and code 75 follow."""
     folder = SlowFolder(tmp_path / "s3")
     with closing(Rehearsal(tmp_path, objects=folder)) as rehearsal:
         request = rehearsal.submit(trainee={"STEP_S": 0.6})
@@ -169,11 +152,21 @@ def test_an_end_during_an_upload_leaves_a_whole_state(tmp_path: Path, is_told: b
         seen = wait_for_state(rehearsal, request)
         wait_until(folder.is_busy.is_set, "nothing is uploaded")
         if is_told:
-            assert first.stop() == 75
+            assert first.stop() == 75, first.log_of(HOST)
+            assert first.check_end() == []
+            assert first.failure().startswith(
+                f"requeue: exit code 75: interrupted, its state saved on {HOST}"
+            )
         else:
             first.kill()
             wait_for_nobody(first)
-        go_on_to_the_end(rehearsal, request, step_of(max([seen, *rehearsal.states(request)])))
+        saved = max([seen, *rehearsal.states(request)])
+        assert not is_told or f"train| saved step {step_of(saved)}\n" in first.log_of(HOST)
+        # No step is skipped or repeated, and every state is the undisturbed one.
+        second = go_on_to_the_end(rehearsal, request, step_of(saved))
+        assert f"begin at step {step_of(saved)}\n" in second.log_of(HOST)
+        verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-1/verdict.json")
+        assert verdict["number"] == 1
 
 
 def test_a_crash_of_the_entry_itself_leaves_a_failure_file(rehearsal: Rehearsal) -> None:

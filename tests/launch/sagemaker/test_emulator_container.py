@@ -50,14 +50,25 @@ def test_success_with_this_machines_network(rehearsal: Rehearsal, engine: Engine
 def test_lau_2_the_first_process_forwards_term(
     rehearsal: Rehearsal, engine: Engine, num_children: int
 ) -> None:
-    """LAU-2: rows 1 and 2 of the table of first processes, with one child and with several."""
+    """LAU-2: rows 1 and 2 of the table of first processes, with one child and with several.
+
+    What the job has as a variable stands in no process list.
+    """
     if num_children > 1:
         path = rehearsal.project / "program.py"
         begin = "import subprocess, sys\nfor _ in range(2):\n    subprocess.Popen(['sleep', '600'])\n"
         path.write_text(path.read_text().replace("def main()", f"{begin}\n\ndef main()", 1))
-    request = rehearsal.submit(trainee={"STEPS": ENDLESS, "STEP_S": 0.3})
+    canary = {"CANARY": "canary-value-2"}
+    request = rehearsal.submit(trainee={"STEPS": ENDLESS, "STEP_S": 0.3}, variables=canary)
     first = start(rehearsal, request, engine)
     wait_for_state(rehearsal, request, 2)
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        # Others end while this looks.
+        with suppress(OSError):
+            lines.append(path.read_bytes())
+    assert any(b"strop-local-" in line for line in lines)
+    assert not any(b"canary-value-2" in line for line in lines)
     assert first.stop() == 75, first.log_of(HOST)
     # The trainee was told, and has ended by itself.
     assert f"train| saved step {step_of(rehearsal.states(request)[-1])}\n" in first.log_of(HOST)
@@ -75,17 +86,3 @@ def test_term_in_the_first_moments_is_not_ignored(rehearsal: Rehearsal, engine: 
     )
     code = emulator.stop()
     assert code == 75, (code, emulator.log_of(HOST))
-
-
-def test_no_value_stands_in_the_process_list(rehearsal: Rehearsal, engine: Engine) -> None:
-    request = rehearsal.submit(trainee={"STEPS": ENDLESS}, variables={"CANARY": "canary-value-2"})
-    emulator = start(rehearsal, request, engine)
-    wait_until(lambda: "train| begin" in emulator.log_of(HOST), "it did not start")
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        # Others end while this looks.
-        with suppress(OSError):
-            lines.append(path.read_bytes())
-    assert any(b"strop-local-" in line for line in lines)
-    assert not any(b"canary-value-2" in line for line in lines)
-    emulator.kill()
