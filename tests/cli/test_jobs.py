@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.commands import Run
-from tests.fixtures.jobs import wait_for
+from tests.fixtures.jobs import find_process, hold_until_told, wait_for
 
 
 def test_a_finished_run_is_shown_and_ends_with_its_exit_code(finished_run: Path, run: Run) -> None:
@@ -79,6 +79,10 @@ def test_a_job_is_watched_left_and_watched_to_its_end(far_run: Path, run: Run) -
 
     before = num_steps()
     wait_for(lambda: num_steps() > before, limit_s=240)
+    # It trains no further while somebody comes to look.
+    trainer = find_process("strop.cli train", str(far_run.resolve()))
+    assert trainer is not None
+    hold_until_told(trainer)
     with watching_far() as watching:
         assert run("cancel", "far").code == 0
         told, _ = watching.communicate(timeout=240)
