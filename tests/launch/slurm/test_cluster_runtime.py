@@ -113,29 +113,37 @@ def use_and_lose_a_node(client: RuntimeClient) -> None:
 
 
 REWARD = """
-import httpx
+import json
+from urllib.request import ProxyHandler, Request, build_opener
 
 from strop.io.endpoints import find_endpoint
 
-_record = {}
+_opener = build_opener(ProxyHandler({}))
+
+
+def ask(url, body=None, **headers):
+    data = None if body is None else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = Request(url, data, {"Content-Type": "application/json", **named})
+    with _opener.open(request, timeout=60.0) as answer:
+        return json.load(answer)
 
 
 def score(reply):
     \"\"\"A fifth of the length's remainder, computed in a sandbox of the run's own service.\"\"\"
     endpoint = find_endpoint("runtime")
-    headers = {"X-API-Key": endpoint.key}
-    with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, timeout=60.0) as client:
-        body = {"image": "host", "command": "SERVER", "session_id": "reward"}
-        found = client.post("/start", json=body).raise_for_status().json()
-        while found["pod_status"] != "ready":
-            assert found["status"] == "starting", found
-            found = client.get("/sessions/reward").raise_for_status().json()
-        answer = client.post(
-            found["url"] + "/api/bash/execute_bash_command",
-            json={"command": f"echo $(({sum(map(ord, reply))} % 5)) | tee -a /tmp/asked", "timeout": 20},
-            headers={"X-Session-API-Key": found["session_api_key"]},
-        )
-        return int(answer.raise_for_status().json()["stdout"]) / 4
+    key = {"X_API_Key": endpoint.key}
+    body = {"image": "host", "command": "SERVER", "session_id": "reward"}
+    found = ask(endpoint.url + "/start", body, **key)
+    while found["pod_status"] != "ready":
+        assert found["status"] == "starting", found
+        found = ask(endpoint.url + "/sessions/reward", **key)
+    answer = ask(
+        found["url"] + "/api/bash/execute_bash_command",
+        {"command": f"echo $(({sum(map(ord, reply))} % 5)) | tee -a /tmp/asked", "timeout": 20},
+        X_Session_API_Key=found["session_api_key"],
+    )
+    return int(answer["stdout"]) / 4
 """.replace("SERVER", SERVER)
 
 
