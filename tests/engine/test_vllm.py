@@ -146,7 +146,7 @@ def long_prompt() -> IntArray:
     return (np.arange(390) * 5 % 250).astype(np.int32)
 
 
-def long_request(max_tokens: int = 480) -> GenerationRequest:
+def long_request(max_tokens: int = 240) -> GenerationRequest:
     return request_for(np.arange(1, 9, dtype=np.int32), max_tokens=max_tokens, seed=3)
 
 
