@@ -30,6 +30,8 @@ from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 WITHOUT_BRIDGE = ("glm-4.5", "minimax-m2")
 FOLDER = Path(__file__).parent / "families"
 FAMILIES: dict[str, dict[str, Any]] = json.loads((FOLDER / "families.json").read_text())
+_LINES = (Path(__file__).parent / "forms" / "templates.jsonl").read_text("utf-8").splitlines()
+TEMPLATES: dict[str, dict[str, Any]] = FAMILIES | {one["family"]: one for one in map(json.loads, _LINES)}
 TOOL = json.dumps(
     {
         "type": "function",
@@ -48,29 +50,34 @@ CALL = ToolCall(name="look_up", arguments='{"place": "a \\"b\\" é", "depth": 3}
 
 def build(model_dir: Path, name: str) -> Tokenizer:
     """Build the tokenizer of a family: bytes, and its own control tokens."""
-    family = FAMILIES[name]
+    family = TEMPLATES[name]
     tiny_tokenizer(model_dir)
     fast = FastTokenizer.from_file(str(model_dir / "tokenizer.json"))
-    fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in family["words"]])
+    fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.get("words", ())])
     fast.add_special_tokens([AddedToken(text, special=True) for text in family["tokens"]])
     fast.save(str(model_dir / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     settings |= {f"{kind}_token": family[kind] for kind in ("bos", "eos") if kind in family}
     (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))
     (model_dir / "generation_config.json").unlink()
-    (model_dir / "chat_template.jinja").write_text((FOLDER / f"{name}.jinja").read_text())
+    template = family.get("template") or (FOLDER / f"{name}.jinja").read_text()
+    (model_dir / "chat_template.jinja").write_text(template)
     return Tokenizer.load(model_dir)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_reply_ends_as_the_template_ends_a_message(tmp_path: Path, name: str) -> None:
-    tokenizer = build(tmp_path, name)
-    assert tokenizer.token_text(tokenizer.turn_end_id) == FAMILIES[name]["end"]
+    tokenizer, family = build(tmp_path, name), TEMPLATES[name]
+    if family["end"] is None:
+        with pytest.raises(ConfigError):
+            resolve_prompt_format(tokenizer, "chat")
+        return
+    assert tokenizer.token_text(tokenizer.turn_end_id) == family["end"]
     ends = {tokenizer.token_text(one) for one in tokenizer.stop_token_ids}
-    assert ends == {FAMILIES[name]["eos"], FAMILIES[name]["end"]}
+    assert ends == {family["eos"], family["end"]}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name, family in TEMPLATES.items() if family["end"]])
 def test_a_chat_reads_as_transformers_writes_it(tmp_path: Path, name: str) -> None:
     from transformers import AutoTokenizer
 

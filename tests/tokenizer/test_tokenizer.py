@@ -45,10 +45,6 @@ def assert_equals_transformers(model_dir: Path) -> None:
     assert ours.eos_id == reference.eos_token_id
 
 
-def test_built_tokenizer_equals_transformers(tmp_path: Path) -> None:
-    assert_equals_transformers(tiny_tokenizer(tmp_path))
-
-
 @pytest.mark.slow
 def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
     assert_equals_transformers(smollm2_dir)

@@ -90,9 +90,7 @@ def test_items_with_too_large_tests_are_dropped_and_counted(tmp_path: Path) -> N
     assert (len(task.examples(Split.TRAIN)), dict(task.counts)) == (1, {"rows left out, tests too large": 1})
 
 
-def test_a_table_has_a_second_for_each_test_and_numbers_of_any_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_has_its_time_and_any_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strop.tasks.code.extraction.WALL_S", 0.5)
     table = f'{{"fn_name": "f", "inputs": {[[0]] * 9}, "outputs": [{", ".join(["1" + "0" * 5000] * 9)}]}}'
     task = apps(tmp_path, [{**row("Wait.", "", {}), "input_output": table, "solutions": "[]"}])
