@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from strop.errors import DataError
-from strop.rollout import Outcome, Split
+from strop.rollout import FailureOwner, Outcome, Split
 from strop.spec import load_spec
 from strop.tasks import build_task
-from tests.fixtures.judging import verdict
+from tests.fixtures.judging import failed, verdict
 
 
 def judge(folder: Path, tests: Any, program: str) -> Outcome:
@@ -69,5 +69,5 @@ def test_tests_that_cannot_be_judged_are_refused_with_their_row(tmp_path: Path, 
 
 @pytest.mark.parametrize("style", cases("unscored"))
 def test_tests_that_pass_the_program_no_plain_value_give_no_score(tmp_path: Path, style: str) -> None:
-    with pytest.raises(DataError, match="plain value"):
-        judge(tmp_path, TABLES["unscored"][style]["tests"], TABLES["takes_anything"])
+    outcome = judge(tmp_path, TABLES["unscored"][style]["tests"], TABLES["takes_anything"])
+    assert (outcome.reward, failed(outcome)) == (None, (FailureOwner.TASK, "DataError"))

@@ -92,10 +92,7 @@ def test_a_score_beyond_its_bounds_is_a_failure_of_the_task(
     assert (outcome.reward, outcome.is_correct, outcome.is_scored) == (None, None, False)
     assert outcome.failure is not None
     assert outcome.failure.owner is FailureOwner.TASK
-    assert (
-        f"Allowed: {limits.min_reward:g} to {limits.max_reward:g}, what the task says"
-        in outcome.failure.detail
-    )
+    assert f"{limits.min_reward:g} to {limits.max_reward:g}" in outcome.failure.detail
     # What it said stays on record, as far as a record can hold it.
     assert outcome.parts == {"named": float(score) if math.isfinite(float(score)) else None}
 

@@ -141,8 +141,8 @@ ASKED = {"prompt": "A?", "completion": "B"}
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"completion": "B"}, "prompt='' and messages=None"),
-        ({"prompt": "A?"}, r"roles \['user'\]"),
+        ({"completion": "B"}, "prompt=''"),
+        ({"prompt": "A?"}, r"roles=\['user'\]"),
         ({"prompt": "A?", "completion": " "}, "assistant.*' '"),
         ({"prompt": 7, "completion": "B"}, "prompt=7"),
         ({"messages": "A?"}, "is no demonstration"),

@@ -9,11 +9,16 @@ from typing import Any
 from strop.thoughts import first_mark, split_thought
 
 
+def to_whole(value: Any) -> int | None:
+    """Return a float that is a whole number as such; None for any other value."""
+    # Above 2**53 not every whole number is a float.
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else None
+
+
 def show_answer(answer: Any) -> str:
     """Return an answer as a text: a whole number without a point, None as nothing, a text as it is."""
-    # Above 2**53 not every whole number is a float.
-    if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53:
-        answer = int(answer)
+    answer = answer if (whole := to_whole(answer)) is None else whole
     if answer is None or isinstance(answer, str):
         return answer or ""
     return json.dumps(answer, ensure_ascii=False, default=str)

@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
@@ -70,7 +69,7 @@ class JudgeModel(Reward):
         """Read the rubric. Raises: ConfigError like `read_rubric`."""
         self._spec = spec
         self._rubric = read_rubric(spec.rubric)
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+        self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
         identity = [_VERSION, spec.judge_model, spec.judge_revision, self._rubric, CONTRACT]
         self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.compares = spec.compares
@@ -140,14 +139,18 @@ class JudgeModel(Reward):
             "seed": 0,
             "max_tokens": MAX_ANSWER_TOKENS,
         }
+        url = f"{endpoint.url}/chat/completions"
         headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
         said = f"no whole answer within {CALL_LIMIT_S:g} s"
         if (loop := asyncio.get_running_loop()) not in self._clients:
             # Proxies of the environment do not apply to a server on this machine. Redirects are not followed:
             # the key is sent to the named address only.
-            is_here = is_this_machine(endpoint.url)
-            client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(), trust_env=not is_here)
-            self._clients[loop] = asyncio.Semaphore(spec.judge_concurrency), client
+            client = httpx.AsyncClient(
+                timeout=None, limits=httpx.Limits(), trust_env=not is_this_machine(url)
+            )
+            # Those of loops that have ended hold connections.
+            open_ones = {one: kept for one, kept in self._clients.items() if not one.is_closed()}
+            self._clients = {**open_ones, loop: (asyncio.Semaphore(spec.judge_concurrency), client)}
         slots, client = self._clients[loop]
         async with slots:
             with suppress(TimeoutError):
@@ -155,7 +158,6 @@ class JudgeModel(Reward):
                     for number in range(_MAX_TRIES):
                         await asyncio.sleep(_BACKOFF_S * number)
                         try:
-                            url = f"{endpoint.url}/chat/completions"
                             response = await client.post(url, json=body, headers=headers)
                             said = f"status {response.status_code}: {response.text[:_MAX_SHOWN]}"
                             if response.is_success:
@@ -220,11 +222,9 @@ def wrap_reply(reply: str) -> str:
     The delimiter's number is a hash of the reply, which cannot contain its own.
     """
     number = hashlib.sha256(reply.encode(errors="surrogatepass")).hexdigest()[:16]
-    shown = reply
+    shown, half = reply, _MAX_REPLY_CHARS // 2
     if len(reply) > _MAX_REPLY_CHARS:
-        half = _MAX_REPLY_CHARS // 2
-        left_out = len(reply) - 2 * half
-        shown = f"{reply[:half]}\n[{left_out} characters are left out here]\n{reply[-half:]}"
+        shown = f"{reply[:half]}\n[{len(reply) - 2 * half} characters are left out here]\n{reply[-half:]}"
     # Surrogates cannot be sent as UTF-8.
     shown = _CODED_LETTER.sub(r"\\ ", shown.encode(errors="replace").decode())
     shown = _SCORE_KEY.sub(r"\1(quoted)\2", shown)

@@ -47,13 +47,10 @@ class Mixture(TasksInOne):
         self._examples: dict[Split, tuple[Example, ...]] = {}
         self.asks_judge = any(task.asks_judge for task in tasks.values())
         limits = [task.limits for task in tasks.values()]
+        widest = ["max_reply_tokens", "own_reply_tokens", "max_reward", "chance", "max_goldless_frac"]
         self.limits = TaskLimits(
-            max_reply_tokens=max(limit.max_reply_tokens for limit in limits),
-            own_reply_tokens=max(limit.own_reply_tokens for limit in limits),
-            max_reward=max(limit.max_reward for limit in limits),
+            **{name: max(getattr(limit, name) for limit in limits) for name in widest},
             min_reward=min(limit.min_reward for limit in limits),
-            chance=max(limit.chance for limit in limits),
-            max_goldless_frac=max(limit.max_goldless_frac for limit in limits),
             verify_limit_s=max(one.verify_limit_s or 0.0 for one in limits) or None,
         )
         """The widest limits of all parts; `limits_of` has those of an example."""

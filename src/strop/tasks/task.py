@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from strop.errors import format_error
 from strop.rollout import Example, Failure, FailureOwner, Message, Outcome, Split
 from strop.spec.base import NOT_HASHED
 
@@ -220,13 +219,8 @@ class TasksInOne(Task):
 
     render = _passed_on("render")
     verify = _passed_on("verify")
-    gold_replies = _passed_on("gold_replies")
-    limits_of = _passed_on("limits_of")
-    part_of = _passed_on("part_of")
-    problem_of = _passed_on("problem_of")
-    entry_point = _passed_on("entry_point")
-    compares = _passed_on("compares")
-    verify_group = _passed_on("verify_group")
+    for _name in str.split("gold_replies limits_of part_of problem_of entry_point compares verify_group"):
+        locals()[_name] = _passed_on(_name)
     verify_here = _passed_on("verify_here")
 
 
@@ -244,12 +238,9 @@ class TaskWrapper(TasksInOne):
         return self._task
 
     version = _passed_on("version")
-    counts = _passed_on("counts")
     examples = _passed_on("examples")
-    row_keys = _passed_on("row_keys")
-    epoch_order = _passed_on("epoch_order")
-    attempt_tokens = _passed_on("attempt_tokens")
-    warm_up = _passed_on("warm_up")
+    for _name in str.split("counts row_keys epoch_order attempt_tokens warm_up"):
+        locals()[_name] = _passed_on(_name)
 
 
 def describe_counts(task: Task) -> str:
@@ -290,11 +281,8 @@ def within_bounds(outcome: Outcome, limits: TaskLimits) -> Outcome:
     if outcome.failure is not None or (is_finite and (reward is None or is_within(reward, limits))):
         return outcome
     is_above = is_finite and reward is not None and reward > limits.max_reward
-    detail = format_error(
-        f"a score of {math.nan if reward is None else reward:g} ({scores})",
-        allowed=f"{limits.min_reward:g} to {limits.max_reward:g}, what the task says that a reply can earn",
-        next_step="mend the grader, or correct the task's max_reward and min_reward",
-    )
+    detail = f"a score of {math.nan if reward is None else reward:g} ({scores}), and by task.min_reward and"
+    detail += f" task.max_reward a reply earns {limits.min_reward:g} to {limits.max_reward:g}"
     failure = Failure(owner=FailureOwner.TASK, kind=CEILING if is_above else IMPOSSIBLE, detail=detail)
     # Records hold finite numbers only.
     parts = {name: value if math.isfinite(value or 0.0) else None for name, value in outcome.parts.items()}

@@ -24,7 +24,7 @@ def row(question: str, solution: str, tests: dict[str, Any], **more: Any) -> dic
 
 SUM = row(
     "Add two numbers of one line.",
-    "print(sum(map(int, input().split())))",
+    "print(sum(map(int, input().split())))\nexit()",
     {"inputs": ["1 2\n", "3 -3\n"], "outputs": ["3\n", "0\n"]},
 )
 SWAP = row(
@@ -35,7 +35,9 @@ SWAP = row(
 )
 ONE_TEST = row("Say 1.", "print(1)", {"inputs": [""], "outputs": ["1"]})
 NO_TEST = {**row("Say 2.", "print(2)", {}), "input_output": "", "solutions": ""}
-EASY = row("Say 3.", "print(3)", {"inputs": ["", " "], "outputs": ["3", "3"]})
+EASY = row(
+    "Say 3.", "def main():\n    print(3)\n    quit(0)\nmain()", {"inputs": ["", " "], "outputs": ["3", "3"]}
+)
 
 
 def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> JudgedRows:
@@ -78,7 +80,7 @@ def test_a_program_whose_package_a_sandbox_cannot_show_has_no_score(tmp_path: Pa
     add, *_ = task.examples(Split.TRAIN)
     code = "{}\nprint(sum(map(int, open(0).read().split())))"
     outcome = verdict(task, add, f"```python\n{code.format(statement)}\n```")
-    assert (outcome.reward, failed(outcome)) == (None, (FailureOwner.INFRA, "verifier_SandboxRefused"))
+    assert (outcome.reward, failed(outcome)) == (None, (FailureOwner.INFRA, "SandboxRefused"))
     # What it may not import anywhere is its own mistake.
     assert verdict(task, add, f"```python\n{code.format('import pydantic')}\n```").is_correct is False
     assert verdict(task, add, f"```python\n{code.format('import math')}\n```").is_correct
@@ -106,21 +108,6 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "is_correct", "format_ok"),
-    [
-        ("def swap(a, b): return [b, a]", True, True),
-        ("class Solution:\n    def swap(self, a, b): return a, b", False, True),
-        ("class Solution:\n    def turn(self, a, b): return b, a", False, False),
-        ("a, b = input().split()\nprint(b, a)", False, False),
-    ],
-)
-def test_rew_2_functions(tmp_path: Path, code: str, is_correct: bool, format_ok: bool) -> None:
-    task = apps(tmp_path)
-    outcome = verdict(task, task.examples(Split.TRAIN)[1], f"```python\n{code}\n```")
-    assert (outcome.is_correct, outcome.format_ok) == (is_correct, format_ok)
-
-
-@pytest.mark.parametrize(
     "broken",
     [
         {**SUM, "input_output": "{"},
@@ -128,6 +115,12 @@ def test_rew_2_functions(tmp_path: Path, code: str, is_correct: bool, format_ok:
         {**SUM, "input_output": json.dumps({"inputs": ["1"], "outputs": []})},
         {**SWAP, "input_output": json.dumps({"fn_name": "swap", "inputs": [1, 2], "outputs": [1, 2]})},
         {**SUM, "solutions": "[1]"},
+        {**SUM, "solutions": '{"a": 1}'},
+        {**SUM, "solutions": '"print(1)"'},
+        {
+            **SUM,
+            "input_output": json.dumps({"fn_name": "not a name", "inputs": [[1]] * 2, "outputs": [1] * 2}),
+        },
         {**SUM, "starter_code": 5},
     ],
 )

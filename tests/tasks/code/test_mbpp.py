@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from strop.errors import DataError
-from strop.rollout import FailureOwner, Split
+from strop.rollout import FailureOwner, Outcome, Split
 from strop.tasks import Task, build_task
 from strop.tasks.rows.judged_rows import ProgramSpec
 from tests.fixtures.judging import failed, run_self_test, verdict
@@ -40,7 +41,7 @@ DEPTH = row(
 SUM = row(
     11,
     "Write a function to add up a list.",
-    "import functools\ndef sum(xs): return functools.reduce(lambda a, b: a + b, xs, 0)",
+    "import functools\nimport no_such_module\ndef sum(xs): return functools.reduce(int.__add__, xs, 0)",
     ["assert sum([1, 2]) == 3", "assert sum([]) == 0", "assert sum([5]) == 5"],
     challenge_test_list=["assert sum([-1, 1]) == 0"],
 )
@@ -75,6 +76,20 @@ def test_setup_counts_and_challenge_tests_do(tmp_path: Path) -> None:
     assert "-1" not in task.render(example)[0].content
 
 
+def test_a_reply_without_a_verdict_is_alone_and_other_rewards_have_the_columns(tmp_path: Path) -> None:
+    own = "def score(completions, task_id, answer): return [float('return' in one) for one in answer]\n"
+    (tmp_path / "own.py").write_text(own)
+    half = row(603, "Halve it.", "def half(x): return x / 2", ["assert half(1) + half(3) == 2"])
+    rewards = {"reward": ["python-tests", f"{tmp_path / 'own.py'}:score"], "reward_weights": [0.5, 0.5]}
+    task = mbpp(tmp_path, [half], **rewards)
+    odd = "class N:\n    def __add__(self, other): return 2\ndef half(x): return N()"
+    replies = [fenced(one) for one in (half["code"], odd, "def half(x): return x")]
+    (example,) = task.examples(Split.TRAIN)
+    found = asyncio.run(task.verify_group(example, replies, [Outcome(parts={})] * 3))
+    assert [one.reward for one in found] == [1.0, None, 0.5]
+    assert failed(found[1]) == (FailureOwner.TASK, "DataError")
+
+
 def test_an_outcome_tells_what_was_run(tmp_path: Path) -> None:
     task = mbpp(tmp_path)
     double = task.examples(Split.TRAIN)[0]
@@ -90,21 +105,14 @@ def test_an_outcome_tells_what_was_run(tmp_path: Path) -> None:
     assert outcome.isolation == best_level()
     assert (outcome.metrics["tests_passed"], outcome.metrics["tests_total"]) == (2, 4)
     assert outcome.metrics["tests_passed_frac"] == 0.5
-
-
-@pytest.mark.parametrize(
-    "reply", ["", "I do not know.", fenced("def triple(x): return 3 * x"), fenced("def double(")]
-)
-def test_a_reply_without_the_function_is_not_run(tmp_path: Path, reply: str) -> None:
-    task = mbpp(tmp_path)
-    outcome = verdict(task, task.examples(Split.TRAIN)[0], reply)
+    outcome = verdict(task, double, fenced("def triple(x): return 3 * x"))
     assert (outcome.reward, outcome.format_ok, outcome.isolation) == (0.0, False, None)
 
 
 def test_sec_1_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path) -> None:
     task = mbpp(tmp_path, min_isolation="vm")
     outcome = verdict(task, task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))
-    assert (outcome.reward, failed(outcome)) == (None, (FailureOwner.INFRA, "verifier_SandboxRefused"))
+    assert (outcome.reward, failed(outcome)) == (None, (FailureOwner.INFRA, "SandboxRefused"))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,8 @@ def test_sec_1_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path
         *({"test_list": one} for one in ([], "assert double(1) == 2", ["assert triple(1) == 3"])),
         *({"code": one} for one in ("", "def double(")),
         {"text": None},
-        {"test_setup_code": ["import math"]},
+        *({"test_setup_code": one} for one in (["import math"], "import (")),
+        {"challenge_test_list": ["assert double(1) =="]},
     ],
 )
 def test_malformed_rows_are_refused_by_their_place(tmp_path: Path, change: dict[str, Any]) -> None:

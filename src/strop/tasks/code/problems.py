@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import json
 from itertools import chain
@@ -9,7 +10,7 @@ from typing import Any
 
 from strop.rollout import Split
 from strop.spec.template import fill, list_names
-from strop.tasks.code.extraction import Import, scope_of, statements_of, used_names
+from strop.tasks.code.extraction import Import, body_of, names_of, parse, scope_of, statements_of, used_names
 from strop.tasks.code.row_tests import read_table
 from strop.tasks.rows.layout import DataSet, Row, bad_row
 from strop.tasks.rows.row_task import text_of
@@ -18,20 +19,11 @@ _MAX_TESTS_BYTES = 8 << 20
 """Few problems have larger tests, which each verdict sends to a sandbox."""
 
 
-def read_problem(row: Row, data: DataSet) -> tuple[dict[str, Any], Any] | str:
-    """Return the fields of a row's example, and its tests; or why the row is left out.
+def read_statements(row: Row, data: DataSet) -> tuple[dict[str, Any], Any]:
+    """Return fields of a row whose tests are statements, and its tests.
 
-    Fields are what prompts and right replies name; `whole` is the reference program in a fenced block, None
-    if there is none.
+    The program must define what they use of the reference, which is `whole`. The first tests are `shown`.
     Raises: DataError naming the row, if it is malformed.
-    """
-    return _read_statements(row, data) if data.tests else _read_apps(row)
-
-
-def _read_statements(row: Row, data: DataSet) -> tuple[dict[str, Any], Any]:
-    """Read a row whose tests are statements; what they use of the reference, the program must define.
-
-    The first tests are `shown`.
     """
     asked = [name for name in list_names(data.prompt) if name != "shown"]
     texts = {
@@ -41,12 +33,18 @@ def _read_statements(row: Row, data: DataSet) -> tuple[dict[str, Any], Any]:
     texts = {name: text.replace("\r\n", "\n") for name, text in texts.items()}
     shown, *hidden = ([fill(one, texts)] if "{" in one else _texts(row, one) for one in data.tests)
     code, own, tests = texts[str(data.answer)], fill(data.setup, texts), [*shown, *chain(*hidden)]
-    head, setup = fill(data.head, texts) or statements_of(own, Import), statements_of(code, Import) + own
+    head, used = fill(data.head, texts) or statements_of(own, Import), scope_of("\n".join([own, *tests]))
+    # What the reference imports for itself may be missing here.
+    brought = [
+        one for one in body_of(code) if isinstance(one, Import) and names_of(one).binds & {*used.reads, "*"}
+    ]
+    setup = "".join(f"{ast.unparse(one)}\n" for one in brought) + own
     defined = scope_of(head + code).binds - scope_of(statements_of(head + code, Import)).binds
     first, beside = scope_of("\n".join(shown)), scope_of(setup)
     called = used_names("\n".join(shown)), used_names("\n".join(tests)), sorted(beside.reads - beside.binds)
     known = {*dir(builtins), *defined, *first.binds, *beside.binds}
-    if defined.isdisjoint(first.reads) or not (first.reads <= known or "*" in beside.binds):
+    is_python = all(map(parse, [setup, *tests]))
+    if not is_python or defined.isdisjoint(first.reads) or not (first.reads <= known or "*" in beside.binds):
         raise bad_row(
             f"{row.place}: tests use {sorted(first.reads)[:5]}, {data.answer} defines {sorted(defined)[:5]}",
             allowed=f"Python in {', '.join(texts)}, and tests of a name that {data.answer} defines",
@@ -62,14 +60,15 @@ def _read_statements(row: Row, data: DataSet) -> tuple[dict[str, Any], Any]:
     return fields, {"source": head, "names": names, "setup": setup, "tests": tests}
 
 
-def _read_apps(row: Row) -> tuple[dict[str, Any], Any] | str:
+def read_apps(row: Row) -> tuple[dict[str, Any], Any] | str:
+    """Return fields of a row of APPS, and its table; or why it is left out. Raises: as `read_statements`."""
     question, columns = text_of(row, "question"), ("starter_code", "input_output", "solutions")
     starter, text, solutions = (text_of(row, column, "") for column in columns)
     text = text.strip() or '{"inputs": [], "outputs": []}'
     try:
         tests = read_table(text)
         references = json.loads(solutions.strip() or "[]")
-        if not all(isinstance(reference, str) for reference in references):
+        if not isinstance(references, list) or not all(isinstance(one, str) for one in references):
             raise ValueError("solutions that are no texts")
     except (ValueError, TypeError, RecursionError) as error:
         raise bad_row(

@@ -21,7 +21,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from strop.rollout import Example, Outcome
+from strop.rollout import Example, FailureOwner, Outcome
 from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.answers import show_answer
 from strop.tasks.code.extraction import (
@@ -36,6 +36,7 @@ from strop.tasks.code.extraction import (
     used_names,
 )
 from strop.tasks.code.judge import JudgeJob
+from strop.tasks.failures import catch_failure
 from strop.tasks.user.rewards import Reward
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
@@ -64,7 +65,7 @@ class PythonTests(Reward):
     def __init__(self, name: str, spec: SandboxSettings, *, is_published: bool) -> None:
         """`is_published`: the answers are tests that `problems` has read."""
         self.name, self.identity = name, f"{name}-2"
-        self._spec = spec
+        self._spec, self.is_published = spec, is_published
         self.read = _read_published if is_published else read_tests
 
     @override
@@ -76,9 +77,14 @@ class PythonTests(Reward):
     async def score(
         self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
     ) -> list[Outcome]:
-        tests = self.read(values["answer"])
-        judged = await asyncio.gather(*(judge_reply(reply, tests, self._spec) for reply in replies))
-        return [replace(one, parts={self.name: one.parts["correct"]}) for one in judged]
+        tests = self.read(example.answer if self.is_published else values["answer"])
+        return await asyncio.gather(*(self._judge(reply, tests) for reply in replies))
+
+    async def _judge(self, reply: str, tests: JudgeJob) -> Outcome:
+        with catch_failure(FailureOwner.TASK) as caught:
+            judged = await judge_reply(reply, tests, self._spec)
+            return replace(judged, parts={self.name: judged.parts["correct"]})
+        return Outcome(parts={}, failure=caught.failure)
 
 
 def _read_published(answer: Any) -> JudgeJob:
@@ -126,8 +132,9 @@ def read_table(answer: Any) -> JudgeJob:
     inputs, outputs, name = get("inputs"), get("outputs"), get("fn_name")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         raise ValueError("a table without lists `inputs` and `outputs` of one length")
-    if name and not (isinstance(name, str) and all(isinstance(arguments, list) for arguments in inputs)):
-        raise ValueError("`inputs` of a function that are no lists of arguments")
+    is_called = isinstance(name, str) and all(isinstance(arguments, list) for arguments in inputs)
+    if name and not (is_called and name.isidentifier()):
+        raise ValueError("`fn_name` that is no name, or `inputs` of a function that are no lists")
     names = (name,) if name else ()
     return JudgeJob(names=names, input_output=text, num_tests=len(outputs))
 

@@ -142,7 +142,7 @@ _LISTED: dict[str, Any] = {one.__name__: one for one in (list, tuple, dict, byte
 """Types that are made of a list of their parts."""
 _MODULES = {
     **dict.fromkeys(("set", "frozenset", "bytearray", "range", "complex"), "builtins"),
-    **dict.fromkeys(("date", "datetime", "time", "timedelta"), "datetime"),
+    **dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime"),
     "Decimal": "decimal",
     "Fraction": "fractions",
 }
@@ -227,6 +227,11 @@ def call_for_effects(target: Callable[..., Any], /, *arguments: Any, **keywords:
     return [*arguments, *keywords.values()]
 
 
+def defines(value: Any, name: str) -> bool:
+    """Whether a value's class has a method, and the candidate wrote it."""
+    return any(kind.__module__ == "candidate" and name in vars(kind) for kind in type(value).__mro__)
+
+
 def run_program(source: str, stdin: str) -> tuple[int, str]:
     """Run a program in a fork of this process; return its exit code and its output."""
     files = [os.memfd_create(name) for name in ("input", "output")]
@@ -254,6 +259,7 @@ def _become_program(source: str, files: Sequence[int]) -> NoReturn:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  open as long as the process
     sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
     sys.argv = ["solution.py"]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exit_code = 1
     try:
@@ -395,7 +401,7 @@ class Session:
 class Remote:
     """Proxy of an object of the candidate, which equals no plain value, whatever its `__eq__` returns.
 
-    There is no verdict where two of them are compared, or where one is an operand.
+    There is no verdict where two of them are compared, or where its class has the operator that is used.
     """
 
     __slots__ = ("_reference", "_session")
@@ -412,6 +418,11 @@ class Remote:
     def _refuse(self, *_: Any) -> NoReturn:
         self._session.refuse("they need the program's own class, which is no plain value")
 
+    def _operate(self, name: str, *others: Any) -> Any:
+        if any(isinstance(one, Remote) for one in others) or self._ask("defines", name):
+            self._refuse()
+        return NotImplemented
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Remote) and other is not self:
             self._refuse()
@@ -423,16 +434,19 @@ class Remote:
         try:
             return any(one is item or one == item for one in self)  # type: ignore[attr-defined]
         except TypeError:
-            self._refuse()
+            self._operate("__contains__")
+            raise
 
 
 for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr int float abs neg"):
     setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
-for _name in str.split(
-    "enter exit mro_entries instancecheck subclasscheck lt le gt ge add radd sub rsub mul rmul matmul rmatmul"
-    " truediv rtruediv floordiv rfloordiv mod rmod pow rpow and rand or ror xor rxor"
-):
+for _name in str.split("enter exit mro_entries instancecheck subclasscheck"):
     setattr(Remote, f"__{_name}__", Remote._refuse)
+for _name in str.split(
+    "lt le gt ge add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow"
+    " rpow and rand or ror xor rxor lshift rlshift rshift rrshift divmod rdivmod"
+):
+    setattr(Remote, f"__{_name}__", partialmethod(Remote._operate, f"__{_name}__"))
 
 
 def _as_text(value: Any) -> str:

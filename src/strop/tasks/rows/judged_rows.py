@@ -292,7 +292,8 @@ class JudgedRows(RowTask):
         (reward, _), *others = self._rewards or self._models
         if others or self._models or reward.name != SANDBOXED or example.answer is None:
             return None
-        return next(iter(reward.read(self.answer_of(example)).names), "")  # type: ignore[attr-defined]
+        answer = example.answer if self._data.tests else self.answer_of(example)
+        return next(iter(reward.read(answer).names), "")  # type: ignore[attr-defined]
 
     @override
     def to_example(self, row: Row) -> Example | str:
@@ -328,9 +329,10 @@ class JudgedRows(RowTask):
         """
         data, fields = self._data, dict(row.values)
         if data.reward == SANDBOXED:
-            from strop.tasks.code.problems import read_problem
+            from strop.tasks.code.problems import read_apps, read_statements
 
-            return read_problem(row, data)
+            read = read_statements(row, data) if data.tests else read_apps(row)
+            return read if isinstance(read, str) else (fields | read[0], read[1])
         if data.source is not None:
             # Copies of a data set differ in the case of their columns.
             fields = {column.lower(): value for column, value in fields.items()}
@@ -362,7 +364,8 @@ class JudgedRows(RowTask):
     def answer_of(self, example: Example) -> Any:
         """Return the answer as the row has it, where that is a field."""
         column = self._data.answer
-        return example.answer if column is None or self._data.source else example.fields[column]
+        is_read = column is None or (self._data.source and not self._data.tests)
+        return example.answer if is_read else example.fields[column]
 
     def _values_of(self, example: Example) -> dict[str, Any]:
         """Return what rewards may take, but for the replies."""

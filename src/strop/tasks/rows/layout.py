@@ -45,6 +45,7 @@ from strop.store.data_files import (
 from strop.store.listed import ARROW_END
 from strop.store.policy import read_policy
 from strop.store.uris import is_remote
+from strop.tasks.answers import to_whole
 
 Files = Mapping[Split, Sequence[Path]]
 """The files of both splits. None held out: some of the training rows are, chosen by their content."""
@@ -346,13 +347,7 @@ def _read_constant(name: str) -> float | None:
     return None if name == "NaN" else float(name)
 
 
-def _to_whole(value: Any) -> int | None:
-    # Above 2**53 not every whole number is a float.
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    return int(value) if is_whole else None
-
-
-def _mend_columns(rows: list[Table], to_whole: Callable[[Any], Any] = _to_whole) -> list[Table]:
+def _mend_columns(rows: list[Table], to_whole: Callable[[Any], Any] = to_whole) -> list[Table]:
     """Write whole numbers as such in columns that have holes and nothing else; return the rows."""
     filled: dict[str, list[tuple[Table, Any]]] = {}
     for row in rows:

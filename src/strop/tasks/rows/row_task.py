@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import tomllib
 from abc import abstractmethod
 from collections import Counter
@@ -130,14 +129,11 @@ def read_examples(
     train, held_out = dict([*kept.items()][: spec.num_train]), dict([*held_out.items()][: spec.num_held_out])
     if not held_out or (Split.TRAIN in data.splits and not train):
         left = ", ".join(f"{number} {why}" for why, number in left_out.items())
-        is_cut = any(files[split] and not rows[split] for split in Split)
         raise DataError(
             f"task.source={spec.source} has {sum(map(len, rows.values()))} rows, {len(train)} training and"
             f" {len(held_out)} held-out examples; rows left out: {left or 'none'}",
             allowed="at least one example in each split, of different questions",
-            next_step="fetch or write the file again; an interrupted download looks like this"
-            if is_cut
-            else "add rows, or the answers that are missing, or lower task.num_held_out",
+            next_step="fetch an empty file again, add rows or answers, or lower task.num_held_out",
         )
     return SplitExamples(
         train=tuple(train.values()),
@@ -298,14 +294,9 @@ class SftRow:
             roles = [one.role for one in turns]
             plain = [Message(role=one.role, content=one.text) for one in turns if one.text.strip()]
             is_talk = roles[-1:] == [SPEAKER] != roles[:1] and (SPEAKER, SPEAKER) not in pairwise(roles)
-            faults = {
-                f"prompt={prompt!r:.40} and messages={told!r:.40}": bool(prompt) is bool(told),
-                f"messages {turns!r:.200}": plain != turns,
-                f"roles {roles}": not is_talk,
-                f"weight={weight!r}": not 0.0 < weight < math.inf,
-            }
-            for fault in [fault for fault, holds in faults.items() if holds]:
-                raise ValueError(fault)
+            is_weight = type(weight) in (int, float) and 0.0 < weight < 1e300
+            if bool(prompt) is bool(told) or plain != turns or not is_talk or not is_weight:
+                raise ValueError(f"{prompt=!r:.40}, messages={turns!r:.200}, {roles=}, {weight=!r:.20}")
         except (DataError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise bad_row(f"{row.place} is no demonstration: {error}", _DEMONSTRATION) from error
         return cls(turns=tuple(turns), problem=problem, weight=float(weight), place=row.place)
