@@ -65,9 +65,6 @@ def install_package(site_dir: Path, names: list[str]) -> None:
         (site_dir / "strop_test_model" / name).write_bytes(b"GGUF")
 
 
-# Local directories
-
-
 def test_a_local_directory_is_used_where_it_stands(tmp_path: Path) -> None:
     model_dir = write_model(tmp_path / "my model")
     handle = get_model(str(model_dir), cache_dir=tmp_path / "cache")
@@ -145,9 +142,6 @@ def test_a_damaged_index_and_a_file_are_no_model(tmp_path: Path) -> None:
 def test_a_name_that_means_nothing_is_refused(tmp_path: Path, uri: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         get_model(uri, cache_dir=tmp_path)
-
-
-# Packages
 
 
 def test_an_installed_package_is_found_and_never_imported(
@@ -231,9 +225,6 @@ def test_a_dtype_that_cannot_be_stored_and_a_cache_that_cannot_be_made_are_refus
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="set STROP_CACHE"):
         get_model(PACKAGE_URI, cache_dir=tmp_path / "file", offline=True)
-
-
-# The hub
 
 
 def test_a_hub_model_is_downloaded_once_and_then_found_without_the_hub(tmp_path: Path) -> None:
