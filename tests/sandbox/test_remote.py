@@ -173,7 +173,7 @@ def test_what_the_service_refuses_is_no_reward(
     outcome = judge_once(spec, "```python\ndef f(x): return x\n```")
     assert outcome.reward is None
     assert outcome.failure is not None
-    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "verifier_SandboxRefused")
+    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "SandboxRefused")
     assert "answered 401" in (outcome.failure.detail or "")
 
 
