@@ -30,11 +30,11 @@ def text_after_thinking(text: str) -> str | None:
 
 
 _POSES = re.compile(
-    r"[\n ](?:(?:(?<=\n)[\s>#*_\[-]{0,8}|(?<=[.!?)}\]$*] ))(?:(?:next|new|another|practice) )?"
+    r"[\n ](?:(?:(?<=\n)[\s>#*_\[-]{0,8}+|(?<=[.!?)}\]$*] ))(?:(?:next|new|another|practice) )?"
     r"(?:(?:question|problem|exercise|instruction)(?: ?#?([0-9]{1,3}))?[*_ ]{0,4}[:.\]\n]"
     r"|q([0-9]{0,3})[*_ ]{0,4}:|(?:human|user)[*_ ]{0,4}:)"
     # Without a name: numbers and what is asked of them, in a paragraph that does not go on with the solution.
-    r"|(?<=\n)[ \t]{0,4}\n\s{0,4}(?![*#>0-9-]|(?:wait|hmm|but|actually|no|let|now|next|so|then|therefore"
+    r"|(?<=\n)[ \t]{0,4}+\n\s{0,4}(?![*#>0-9-]|(?:wait|hmm|but|actually|no|let|now|next|so|then|therefore"
     r"|thus|hence|also|first|second|finally|step|check|would|do|is)\b)(?=[^\n]{0,300}[0-9])"
     r"(?P<unnamed>(?:find|compute|determine|evaluate|calculate|solve|simplify)\b"
     r"|(?=[^\n?]{0,300}\b(?:how|what|which)\b)[^\n?]{0,300}\?))",
