@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from typing_extensions import override
@@ -69,7 +70,6 @@ class JudgeModel(Reward):
         """Read the rubric. Raises: ConfigError like `read_rubric`."""
         self._spec = spec
         self._rubric = read_rubric(spec.rubric)
-        self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
         identity = [_VERSION, spec.judge_model, spec.judge_revision, self._rubric, CONTRACT]
         self.identity = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         self.compares = spec.compares
@@ -131,7 +131,7 @@ class JudgeModel(Reward):
         """Return the judge's answer; its failures are tried again while there is time."""
         import httpx
 
-        spec, endpoint = self._spec, self.find()
+        spec, endpoint, loop = self._spec, self.find(), asyncio.get_running_loop()
         body = {
             "model": spec.judge_model,
             "messages": [{"role": "user", "content": question}],
@@ -139,26 +139,15 @@ class JudgeModel(Reward):
             "seed": 0,
             "max_tokens": MAX_ANSWER_TOKENS,
         }
-        url = f"{endpoint.url}/chat/completions"
-        headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
         said = f"no whole answer within {CALL_LIMIT_S:g} s"
-        if (loop := asyncio.get_running_loop()) not in self._clients:
-            # Proxies of the environment do not apply to a server on this machine. Redirects are not followed:
-            # the key is sent to the named address only.
-            client = httpx.AsyncClient(
-                timeout=None, limits=httpx.Limits(), trust_env=not is_this_machine(url)
-            )
-            # Those of loops that have ended hold connections.
-            open_ones = {one: kept for one, kept in self._clients.items() if not one.is_closed()}
-            self._clients = {**open_ones, loop: (asyncio.Semaphore(spec.judge_concurrency), client)}
-        slots, client = self._clients[loop]
+        slots, client = _connect(loop, self.identity, endpoint, spec.judge_concurrency)
         async with slots:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CALL_LIMIT_S):
                     for number in range(_MAX_TRIES):
                         await asyncio.sleep(_BACKOFF_S * number)
                         try:
-                            response = await client.post(url, json=body, headers=headers)
+                            response = await client.post(f"{endpoint.url}/chat/completions", json=body)
                             said = f"status {response.status_code}: {response.text[:_MAX_SHOWN]}"
                             if response.is_success:
                                 return str(response.json()["choices"][0]["message"]["content"])
@@ -271,6 +260,18 @@ def _last_object(text: str) -> dict[str, Any]:
             return value
         start = text.rfind("{", 0, start)
     return {}
+
+
+@lru_cache(maxsize=32)
+def _connect(loop: Any, judge: str, endpoint: Endpoint, num_slots: int) -> tuple[asyncio.Semaphore, Any]:
+    """Return the places and the client with which a loop asks a judge."""
+    from httpx import AsyncClient, Limits
+
+    headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
+    # No proxy for a server on this machine. Redirects are not followed: the key is for this address alone.
+    proxied = not is_this_machine(endpoint.url)
+    client = AsyncClient(headers=headers, timeout=None, limits=Limits(), trust_env=proxied)
+    return asyncio.Semaphore(num_slots), client
 
 
 def _fail(kind: str, detail: str) -> Failure:

@@ -66,7 +66,13 @@ class PythonTests(Reward):
         """`is_published`: the answers are tests that `problems` has read."""
         self.name, self.identity = name, f"{name}-2"
         self._spec, self.is_published = spec, is_published
-        self.read = _read_published if is_published else read_tests
+
+    def read(self, answer: Any) -> JudgeJob:
+        """Return the tests that an answer is. Raises: ValueError as `read_tests`."""
+        if not self.is_published:
+            return read_tests(answer)
+        job = json.loads(answer) if isinstance(answer, str) else answer
+        return JudgeJob(**job, num_tests=len(job["tests"]))
 
     @override
     def read_answer(self, value: Any) -> str:
@@ -85,11 +91,6 @@ class PythonTests(Reward):
             judged = await judge_reply(reply, tests, self._spec)
             return replace(judged, parts={self.name: judged.parts["correct"]})
         return Outcome(parts={}, failure=caught.failure)
-
-
-def _read_published(answer: Any) -> JudgeJob:
-    job = json.loads(answer) if isinstance(answer, str) else answer
-    return JudgeJob(**job, num_tests=len(job["tests"]))
 
 
 def read_tests(answer: Any) -> JudgeJob:

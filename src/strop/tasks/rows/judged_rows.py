@@ -225,10 +225,8 @@ class JudgedRows(RowTask):
     def __init__(self, spec: PresetSpec | ProgramSpec | RowsSpec) -> None:
         data = spec.read_data_set()
         names = spec.reward or (str(data.reward),)
-        made = {
-            name: self.make_reward(name, spec, data)
-            for name in dict.fromkeys([data.reward or names[0], *names])
-        }
+        used = dict.fromkeys([data.reward or names[0], *names])
+        made = {name: self.make_reward(name, spec, data) for name in used}
         rewards, weights = [made[name] for name in names], spec.reward_weights or (1.0,) * len(names)
         self._readers = [one for one in made.values() if one.allowed]
         """Those that compare with a row's answer. The first says how it is shown."""
@@ -239,11 +237,11 @@ class JudgedRows(RowTask):
         self.asks_judge = bool(self._models)
         is_plain = [*weights] == [spec.max_reward] == [1.0]
         self._only = rewards[0] if is_plain and isinstance(rewards[0], BuiltIn) else None
-        """The reward that decides alone."""
+        self._programs: Any = rewards[0] if names == (SANDBOXED,) else None
+        """The reward that decides alone: one that compares, or tests of programs, which a sandbox limits."""
         self._pass_score = (spec.pass_score or spec.max_reward) - FULL_MARKS_SLACK
         self._is_strict = "strict-math" in names
-        # Programs alone are limited by their sandbox.
-        limit_s = 0.0 if names == (SANDBOXED,) else sum(one.limit_s for one in rewards)
+        limit_s = sum(one.limit_s for one in rewards if one is not self._programs)
         super().__init__(
             spec,
             " ".join([_VERIFIER, *(one.identity for one in rewards)]),
@@ -289,11 +287,10 @@ class JudgedRows(RowTask):
     @override
     def entry_point(self, example: Example) -> str | None:
         """Return how a reply's program is used, if its tests alone decide."""
-        (reward, _), *others = self._rewards or self._models
-        if others or self._models or reward.name != SANDBOXED or example.answer is None:
+        if self._programs is None or example.answer is None:
             return None
         answer = example.answer if self._data.tests else self.answer_of(example)
-        return next(iter(reward.read(answer).names), "")  # type: ignore[attr-defined]
+        return next(iter(self._programs.read(answer).names), "")
 
     @override
     def to_example(self, row: Row) -> Example | str:
