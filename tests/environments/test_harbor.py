@@ -134,11 +134,10 @@ def test_the_open_network_is_given_where_the_run_says_so(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("data", "rewards"),
     [
-        (b"1\n", {"reward": 1.0}),
-        (b'{"reward": 0.5, "lint": 1}', {"reward": 0.5, "lint": 1.0}),
+        *((data, {"reward": float(data)}) for data in (b"1\n", b".5\n", b"-1.", b"+2 ", b"1e-3")),
+        (b'{"reward": true, "lint": 1, "x": 0.5}', {"reward": 1.0, "lint": 1.0, "x": 0.5}),
         *((data, None) for data in (b"", b"yes", b"NaN", b'{"reward": "1"}', b"{}", b"[1]", b"1e999")),
-        (b"[" * 100_000, None),
-        (b'{"reward": {"a": 1}}', None),
+        *((data, None) for data in (b"[" * 100_000, b'{"reward": {"a": 1}}', b'{"a": 1' + b"0" * 400 + b"}")),
     ],
 )
 def test_rewards_are_finite_numbers(data: bytes, rewards: dict[str, float] | None) -> None:

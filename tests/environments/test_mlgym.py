@@ -158,7 +158,11 @@ def test_a_value_above_the_ceiling_is_no_score(tmp_path: Path) -> None:
 
 def test_what_cannot_be_graded_fairly_is_refused(tmp_path: Path) -> None:
     root = write_checkout(tmp_path)
-    assert sorted(list_tasks(root, ("fitLine", "nearTen", "pennies"))) == ["fitLine", "nearTen", "pennies"]
+    tasks = list_tasks(root, ("fitLine", "nearTen", "pennies"))
+    assert sorted(tasks) == ["fitLine", "nearTen", "pennies"]
+    data = next(path for name, path in tasks["fitLine"].files.items() if name.startswith("data/"))
+    data.write_bytes(data.read_bytes()[::-1])
+    assert list_tasks(root, ("fitLine",))["fitLine"].digest != tasks["fitLine"].digest
     for name, said in (("titanic", "sex"), ("big", "unpickles")):
         with pytest.raises(DataError, match=said):
             list_tasks(root, (name,))

@@ -17,7 +17,8 @@ from tests.fixtures.row_files import write_parquet
 
 LINES = Path(__file__).with_name("forms").joinpath("files.jsonl").read_text("utf-8").splitlines()
 DEEP = f'{{"a": {"[" * 200_000}{"]" * 200_000}}}'
-LONG = {"@deep": DEEP, "@longcsv": f"q,a\n{'x' * 200_000},18\n", "@long": "x" * 200_000}
+LONG: dict[str, Any] = {"@deep": DEEP, "@longcsv": f"q,a\n{'x' * 200_000},18\n", "@long": "x" * 200_000}
+LONG |= {"@nan": math.nan, "@inf": math.inf}
 
 
 def revive(value: Any) -> Any:
@@ -25,7 +26,7 @@ def revive(value: Any) -> Any:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         made = {key: revive(item) for key, item in items}
         return made if isinstance(value, dict) else list(made.values())
-    return math.nan if value == "@nan" else LONG.get(value, value) if isinstance(value, str) else value
+    return LONG.get(value, value) if isinstance(value, str) else value
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import json
 import math
 import re
@@ -19,14 +18,22 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import override
 
-from strop.environments.workspace import FILE_ERRORS, Workspace, room_limits, submitted
+from strop.environments.workspace import FILE_ERRORS, FolderTasks, hash_files, room_limits, submitted
 from strop.errors import ConfigError, DataError, SandboxError, SandboxLost
 from strop.io import FileLock
 from strop.io.variables import user_cache_dir
@@ -53,6 +60,8 @@ _PREPARE = "mkdir -p /logs/agent /logs/verifier /logs/artifacts"
 _CLEAR = f"rm -rf /tests {_LOGS} && {_PREPARE}"
 _TEST = f'chmod +x "$0" && exec "$0" > {_LOGS}/test-stdout.txt 2>&1'
 _METRIC = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_Reward = Annotated[StrictFloat, Field(allow_inf_nan=False)] | StrictBool
+_REWARDS = TypeAdapter(Annotated[dict[str, _Reward], Field(min_length=1)])
 
 
 class HarborSpec(RoomSettings, EnvironmentSection):
@@ -91,192 +100,6 @@ class HarborSpec(RoomSettings, EnvironmentSection):
     def num_train(self) -> int | None:
         """None: known only from the task directories."""
         return None
-
-
-class Harbor(Workspace):
-    """The tests write the reward: `reward` of /logs/verifier/reward.json, or reward.txt.
-
-    Tests that write none, or exceed their limit, are a failure of the task if they do so in an untouched
-    container too; else the attempt broke them, and earns 0.
-    """
-
-    name = "harbor"
-    version = "harbor-1"
-    max_turns = 50
-    limits = TaskLimits(max_reply_tokens=4096, max_goldless_frac=1.0)
-    _task: HarborTask
-    _image: Image
-
-    def __init__(self, spec: HarborSpec) -> None:
-        self._spec = spec
-
-    @property
-    def data_digest(self) -> str:
-        """Hash over the task directories. Raises: DataError, ConfigError as `list_directories`."""
-        return " ".join(task.digest for task in self._tasks().values())
-
-    def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
-        """Yield the tasks of a split. Raises: DataError, ConfigError as `list_directories`."""
-        tasks, number = list(self._tasks().values()), self._spec.num_held_out
-        first = len(tasks) - min(len(tasks), math.ceil(len(tasks) / 10) if number is None else number)
-        for task in tasks[first:] if split is Split.HELD_OUT else tasks[:first]:
-            yield {"task": task.name, "digest": task.digest}
-
-    def part_of(self, example: Example) -> str:
-        """Return the task's name."""
-        return str(example.fields["task"])
-
-    @override
-    def opening(self, example: Example, seed: int) -> str:
-        return self._task_of(example).instruction
-
-    def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
-        """Yield the task's solution, uploaded and run, if it has one."""
-        task = self._task_of(example)
-        folder = task.folder / "solution"
-        if not (folder / "solve.sh").is_file():
-            return
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in task.config.solution.env.items()]
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            place, data = shlex.quote(f"/solution/{path.relative_to(folder)}"), path.read_bytes()
-            lines.append(f"mkdir -p $(dirname {place}) && base64 -d > {place} <<'END_OF_FILE'")
-            lines += [base64.b64encode(data).decode(), "END_OF_FILE"]
-        yield submitted("\n".join([*lines, "chmod +x /solution/solve.sh", "/solution/solve.sh"]))
-
-    @override
-    def sandbox_for(self, example: Example) -> SandboxSpec:
-        asked, spec = self._task.config.environment, self._spec
-        memory_gib = spec.memory_gib if asked.memory_mb is None else asked.memory_mb / 1024
-        disk_gib = spec.disk_gib if asked.storage_mb is None else asked.storage_mb / 1024
-        is_open = spec.open_network and asked.network_mode == "public"
-        return SandboxSpec(
-            limits=replace(room_limits(memory_gib=memory_gib, disk_gib=disk_gib), cpus=asked.cpus),
-            image=self._image.name,
-            user=0,
-            env={**self._image.env, **asked.env},
-            network="host" if is_open else "none",
-        )
-
-    @override
-    async def reset(self, example: Example, seed: int) -> str:
-        task = self._task = self._task_of(example)
-        self.command_limit_s = min(self.command_limit_s, task.config.agent.timeout_sec)
-        self._image = await asyncio.to_thread(find_image, task, self.backend)
-        self.folder = task.config.environment.workdir or self._image.workdir
-        return str(await super().reset(example, seed))
-
-    @override
-    async def prepare(self, example: Example, seed: int) -> None:
-        await self._order(self.sandbox, _PREPARE, kind="bad_image", cwd="/")
-
-    @override
-    async def grade(self, sandbox: ServedSandbox) -> Outcome:
-        rewards = await self._test(sandbox)
-        metrics = {"unsealed": 1.0}
-        if rewards is None:
-            async with self._open_grader() as untouched:
-                await self._order(untouched, _PREPARE, kind="bad_image", cwd="/")
-                if await self._test(untouched) is None:
-                    detail = f"the tests of {self._task.name} write no reward for an untouched container"
-                    raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
-            rewards, metrics["no_reward"] = {"reward": 0.0}, 1.0
-        if len(rewards) > 1 and "reward" not in rewards:
-            names = ", ".join(sorted(rewards))
-            detail = f"the tests of {self._task.name} write {names}, and no `reward`"
-            raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
-        reward = rewards.get("reward", next(iter(rewards.values())))
-        others = {name: rewards[name] for name in rewards.keys() - {"reward"} if _METRIC.fullmatch(name)}
-        return Outcome(parts={"reward": reward}, is_correct=reward == 1.0, metrics=metrics | others)
-
-    @override
-    async def _judge_work(self) -> Any:
-        return await self.grade(self.sandbox)
-
-    async def _test(self, sandbox: ServedSandbox) -> dict[str, float] | None:
-        """Upload and run the tests; return their rewards, or None if they write none."""
-        cleared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], wall_limit_s=_CLEAR_LIMIT_S, cwd="/")
-        if cleared.exit_code:
-            return None
-        try:
-            await sandbox.upload(self._task.folder / "tests", "/tests")
-        except SandboxLost:
-            raise
-        except SandboxError:
-            # The disk is full, or a file is in the way.
-            return None
-        argv, tests = ["/bin/sh", "-c", _TEST, "/tests/test.sh"], self._task.config.verifier
-        # The exit code is not the reward.
-        result = await sandbox.exec(argv, wall_limit_s=tests.timeout_sec, env=tests.env, cwd=self.folder)
-        for name in () if result.timed_out else ("reward.json", "reward.txt"):
-            try:
-                return parse_rewards(await sandbox.read(f"{_LOGS}/{name}", max_bytes=_REWARD_BYTES))
-            except SandboxError as error:
-                if error.kind not in FILE_ERRORS:
-                    raise
-        return None
-
-    def _task_of(self, example: Example) -> HarborTask:
-        return self._tasks()[example.fields["task"]]
-
-    def _tasks(self) -> dict[str, HarborTask]:
-        return _list_once(Path(self._spec.root).expanduser(), self._spec.tasks)
-
-
-def parse_rewards(data: bytes) -> dict[str, float] | None:
-    """Return finite numbers by name, or a bare one as `reward`; None for anything else."""
-    try:
-        parsed = json.loads(data)
-        rewards = parsed if isinstance(parsed, dict) else {"reward": parsed}
-        if any(not isinstance(value, int | float) for value in rewards.values()):
-            return None
-        values = {str(name): float(value) for name, value in rewards.items()}
-    except (ValueError, OverflowError, RecursionError):
-        return None
-    return values if values and all(map(math.isfinite, values.values())) else None
-
-
-class Image(NamedTuple):
-    """The image of a task's sandboxes, by its name in the engine's store."""
-
-    name: str
-    env: Mapping[str, str]
-    workdir: str = "/"
-
-
-def find_image(task: HarborTask, backend: str) -> Image:
-    """Return a task's image; pull or build it if it is not in the store.
-
-    Raises: AttemptFailed if that fails; SandboxRefused if there is no such engine.
-    """
-    own_image = task.config.environment.docker_image
-    engine = Engine(name=backend, program=find_program(backend, backend), environ=engine_environ())
-    context = task.folder / "environment"
-    # A digest of the build context alone: other tests need no other image.
-    name = own_image or f"localhost/strop-harbor:{digest_tree(context)[:24]}"
-    with suppress(OSError):
-        return _inspect(engine, name)
-    user_cache_dir().mkdir(parents=True, exist_ok=True)
-    try:
-        # Concurrent attempts need the same image.
-        with FileLock(user_cache_dir() / "harbor.lock"):
-            with suppress(OSError):
-                return _inspect(engine, name)
-            if own_image is not None:
-                engine.run("pull", "--quiet", name, limit_s=_PULL_LIMIT_S)
-            else:
-                limit_s = task.config.environment.build_timeout_sec
-                engine.run("build", "--quiet", "--tag", name, str(context), limit_s=limit_s)
-            return _inspect(engine, name)
-    except OSError as error:
-        detail = f"the image of {task.name}: {error}"
-        raise AttemptFailed(FailureOwner.INFRA, "no_image", detail) from error
-
-
-def _inspect(engine: Engine, name: str) -> Image:
-    """Read an image of the store. Raises: OSError if it is not there."""
-    config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", name))
-    env = dict(variable.split("=", 1) for variable in config.get("Env") or () if "=" in variable)
-    return Image(name, env, config.get("WorkingDir") or "/")
 
 
 class _Table(BaseModel):
@@ -402,13 +225,8 @@ def _read(name: str, folder: Path) -> HarborTask:
 
 
 def digest_tree(folder: Path) -> str:
-    """Hash every file below a folder: path, executable bits and bytes."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        data = path.read_bytes()
-        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o111}\0{len(data)}\0".encode())
-        digest.update(data)
-    return digest.hexdigest()
+    """Hash every file below a folder."""
+    return hash_files({str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()})
 
 
 def _refused(folder: Path, why: str) -> DataError:
@@ -419,4 +237,168 @@ def _refused(folder: Path, why: str) -> DataError:
     )
 
 
-_list_once = cache(list_directories)
+class Harbor(FolderTasks):
+    """The tests write the reward: `reward` of /logs/verifier/reward.json, or reward.txt.
+
+    Tests that write none, or exceed their limit, are a failure of the task if they do so in an untouched
+    container too; else the attempt broke them, and earns 0.
+    """
+
+    name = "harbor"
+    version = "harbor-1"
+    max_turns = 50
+    limits = TaskLimits(max_reply_tokens=4096, max_goldless_frac=1.0)
+    _task: HarborTask
+    _image: Image
+    read_tasks = staticmethod(list_directories)
+
+    def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
+        """Yield the tasks of a split. Raises: DataError, ConfigError as `list_directories`."""
+        tasks, number = list(self.tasks.values()), self.spec.num_held_out
+        first = len(tasks) - min(len(tasks), math.ceil(len(tasks) / 10) if number is None else number)
+        for task in tasks[first:] if split is Split.HELD_OUT else tasks[:first]:
+            yield {"task": task.name, "digest": task.digest}
+
+    @override
+    def opening(self, example: Example, seed: int) -> str:
+        return str(self.task_of(example).instruction)
+
+    def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
+        """Yield the task's solution, uploaded and run, if it has one."""
+        task = self.task_of(example)
+        folder = task.folder / "solution"
+        if not (folder / "solve.sh").is_file():
+            return
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in task.config.solution.env.items()]
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            place, data = shlex.quote(f"/solution/{path.relative_to(folder)}"), path.read_bytes()
+            lines.append(f"mkdir -p $(dirname {place}) && base64 -d > {place} <<'END_OF_FILE'")
+            lines += [base64.b64encode(data).decode(), "END_OF_FILE"]
+        yield submitted("\n".join([*lines, "chmod +x /solution/solve.sh", "/solution/solve.sh"]))
+
+    @override
+    def sandbox_for(self, example: Example) -> SandboxSpec:
+        asked, spec = self._task.config.environment, self.spec
+        memory_gib = spec.memory_gib if asked.memory_mb is None else asked.memory_mb / 1024
+        disk_gib = spec.disk_gib if asked.storage_mb is None else asked.storage_mb / 1024
+        is_open = spec.open_network and asked.network_mode == "public"
+        return SandboxSpec(
+            limits=replace(room_limits(memory_gib=memory_gib, disk_gib=disk_gib), cpus=asked.cpus),
+            image=self._image.name,
+            user=0,
+            env={**self._image.env, **asked.env},
+            network="host" if is_open else "none",
+        )
+
+    @override
+    async def reset(self, example: Example, seed: int) -> str:
+        task = self._task = self.task_of(example)
+        self.command_limit_s = min(self.command_limit_s, task.config.agent.timeout_sec)
+        self._image = await asyncio.to_thread(find_image, task, self.backend)
+        self.folder = task.config.environment.workdir or self._image.workdir
+        return str(await super().reset(example, seed))
+
+    @override
+    async def prepare(self, example: Example, seed: int) -> None:
+        await self._order(self.sandbox, _PREPARE, kind="bad_image", cwd="/")
+
+    @override
+    async def grade(self, sandbox: ServedSandbox) -> Outcome:
+        rewards = await self._test(sandbox)
+        metrics = {"unsealed": 1.0}
+        if rewards is None:
+            async with self._open_grader() as untouched:
+                await self._order(untouched, _PREPARE, kind="bad_image", cwd="/")
+                if await self._test(untouched) is None:
+                    detail = f"the tests of {self._task.name} write no reward for an untouched container"
+                    raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
+            rewards, metrics["no_reward"] = {"reward": 0.0}, 1.0
+        if len(rewards) > 1 and "reward" not in rewards:
+            names = ", ".join(sorted(rewards))
+            detail = f"the tests of {self._task.name} write {names}, and no `reward`"
+            raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
+        reward = rewards.get("reward", next(iter(rewards.values())))
+        others = {name: rewards[name] for name in rewards.keys() - {"reward"} if _METRIC.fullmatch(name)}
+        return Outcome(parts={"reward": reward}, is_correct=reward == 1.0, metrics=metrics | others)
+
+    @override
+    async def _judge_work(self) -> Any:
+        return await self.grade(self.sandbox)
+
+    async def _test(self, sandbox: ServedSandbox) -> dict[str, float] | None:
+        """Upload and run the tests; return their rewards, or None if they write none."""
+        cleared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], wall_limit_s=_CLEAR_LIMIT_S, cwd="/")
+        if cleared.exit_code:
+            return None
+        try:
+            await sandbox.upload(self._task.folder / "tests", "/tests")
+        except SandboxLost:
+            raise
+        except SandboxError:
+            # The disk is full, or a file is in the way.
+            return None
+        argv, tests = ["/bin/sh", "-c", _TEST, "/tests/test.sh"], self._task.config.verifier
+        # The exit code is not the reward.
+        result = await sandbox.exec(argv, wall_limit_s=tests.timeout_sec, env=tests.env, cwd=self.folder)
+        for name in () if result.timed_out else ("reward.json", "reward.txt"):
+            try:
+                return parse_rewards(await sandbox.read(f"{_LOGS}/{name}", max_bytes=_REWARD_BYTES))
+            except SandboxError as error:
+                if error.kind not in FILE_ERRORS:
+                    raise
+        return None
+
+
+def parse_rewards(data: bytes) -> dict[str, float] | None:
+    """Return finite numbers by name, or a bare one as `reward`; None for anything else."""
+    with suppress(ValueError):
+        # Not as JSON: `bc` writes .5.
+        data = json.dumps({"reward": float(data)}).encode()
+    with suppress(ValidationError):
+        parsed = _REWARDS.validate_json(data)
+        return {name: float(value) for name, value in parsed.items()}
+    return None
+
+
+class Image(NamedTuple):
+    """The image of a task's sandboxes, by its name in the engine's store."""
+
+    name: str
+    env: Mapping[str, str]
+    workdir: str = "/"
+
+
+def find_image(task: HarborTask, backend: str) -> Image:
+    """Return a task's image; pull or build it if it is not in the store.
+
+    Raises: AttemptFailed if that fails; SandboxRefused if there is no such engine.
+    """
+    own_image = task.config.environment.docker_image
+    engine = Engine(name=backend, program=find_program(backend, backend), environ=engine_environ())
+    context = task.folder / "environment"
+    # A digest of the build context alone: other tests need no other image.
+    name = own_image or f"localhost/strop-harbor:{digest_tree(context)[:24]}"
+    with suppress(OSError):
+        return _inspect(engine, name)
+    user_cache_dir().mkdir(parents=True, exist_ok=True)
+    try:
+        # Concurrent attempts need the same image.
+        with FileLock(user_cache_dir() / "harbor.lock"):
+            with suppress(OSError):
+                return _inspect(engine, name)
+            if own_image is not None:
+                engine.run("pull", "--quiet", name, limit_s=_PULL_LIMIT_S)
+            else:
+                limit_s = task.config.environment.build_timeout_sec
+                engine.run("build", "--quiet", "--tag", name, str(context), limit_s=limit_s)
+            return _inspect(engine, name)
+    except OSError as error:
+        detail = f"the image of {task.name}: {error}"
+        raise AttemptFailed(FailureOwner.INFRA, "no_image", detail) from error
+
+
+def _inspect(engine: Engine, name: str) -> Image:
+    """Read an image of the store. Raises: OSError if it is not there."""
+    config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", name))
+    env = dict(variable.split("=", 1) for variable in config.get("Env") or () if "=" in variable)
+    return Image(name, env, config.get("WorkingDir") or "/")

@@ -11,11 +11,9 @@ script that the child's answers end, or that prints more than one result, has no
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +23,7 @@ from typing_extensions import override
 from strop.environments.contract import NumberedSection
 from strop.environments.mlgym_driver import DRIVER
 from strop.environments.tools import read_objects
-from strop.environments.workspace import Workspace, room_limits
+from strop.environments.workspace import FolderTasks, hash_files, room_limits
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import SandboxSpec
@@ -63,111 +61,6 @@ class MlgymSpec(RoomSettings, NumberedSection):
         description="Image with Python and the tasks' packages. none = this host's Python, without packages.",
         json_schema_extra=expert("tasks need numpy, pandas and more"),
     )
-
-
-class Mlgym(Workspace):
-    """The reward is the share of the way from the task's baseline to its ceiling, from -1 to 1.
-
-    Without a ceiling it is the gain as a share of the baseline. An artefact that cannot be graded earns -1. A
-    value beyond the ceiling is a failure of the task.
-    """
-
-    name = "mlgym"
-    version = "mlgym-4"
-    max_turns = 50
-    floor = -1.0
-    limits = TaskLimits(max_reply_tokens=4096, max_reward=1.0, min_reward=-1.0, max_goldless_frac=1.0)
-
-    def __init__(self, spec: MlgymSpec) -> None:
-        self._spec = spec
-
-    @property
-    def data_digest(self) -> str:
-        """Hash over the tasks. Raises: DataError, ConfigError as `list_tasks`."""
-        return " ".join(task.digest for task in self._tasks().values())
-
-    def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
-        """Yield attempts, the tasks taking turns. Raises: DataError, ConfigError as `list_tasks`."""
-        tasks = list(self._tasks().values())
-        for number in self._spec.numbers_of(split):
-            task = tasks[number % len(tasks)]
-            yield {"task": task.task_id, "attempt": number, "digest": task.digest}
-
-    @override
-    def opening(self, example: Example, seed: int) -> str:
-        task = self._task_of(example)
-        return _OPENING.format(description=task.description.strip(), artefact=task.artefact)
-
-    @override
-    def sandbox_for(self, example: Example) -> SandboxSpec:
-        limits = room_limits(memory_gib=self._spec.memory_gib, disk_gib=self._spec.disk_gib)
-        return SandboxSpec(limits=limits, image=self._spec.image)
-
-    @override
-    async def prepare(self, example: Example, seed: int) -> None:
-        task = self._task_of(example)
-        self.command_limit_s, self.carried = min(self.command_limit_s, task.limit_s), (task.artefact,)
-        shown = {name: path for name, path in task.files.items() if name not in task.secret}
-        await _bring(self.sandbox, shown)
-
-    async def validate(self) -> str:
-        """Say whether what is there can be graded."""
-        task = self._task_of(self.example)
-        found, _ = await self._measure(replace(task, limit_s=self.command_limit_s))
-        return f"{task.artefact} {'cannot' if found is None else 'can'} be graded."
-
-    @override
-    async def _judge_work(self) -> Outcome:
-        task = self._task_of(self.example)
-        found, _ = await self._measure(task)
-        value = (found or {}).get(task.metric)
-        if not isinstance(value, int | float):
-            await self._require_grader(task)
-            return Outcome(parts={"improvement": -1.0}, is_correct=False, metrics={"not_graded": 1.0})
-        # Above 1, where a value is beyond the ceiling, it is a failure of the task.
-        reward, metrics = task.normalise(value), {"metric": float(value)}
-        return Outcome(parts={"improvement": reward}, is_correct=reward > 0.0, metrics=metrics)
-
-    async def _require_grader(self, task: MlgymTask) -> None:
-        """Raise AttemptFailed if the checkout's own artefact cannot be graded either."""
-        shipped = task.files.get(task.artefact) or task.files.get("sample_submission.csv")
-        metrics, said = ({}, "") if shipped is None else await self._measure(task, shipped)
-        if metrics is None:
-            detail = f"{task.evaluation} of {task.task_id} prints no result for its own artefact: {said}"
-            raise AttemptFailed(FailureOwner.TASK, "grader_broken", detail)
-
-    async def _measure(
-        self, task: MlgymTask, shipped: Path | None = None
-    ) -> tuple[dict[str, Any] | None, str]:
-        """Grade the artefact, or one of the checkout, in a fresh sandbox: the result and the last message."""
-        async with self._open_grader(*(self.carried if shipped is None else ())) as sandbox:
-            others = {name: path for name, path in task.files.items() if name != task.artefact}
-            await _bring(sandbox, others if shipped is None else {**others, task.artefact: shipped})
-            nonce = secrets.token_hex(16)
-            words = ["--submission_file", task.artefact] if task.is_csv else []
-            python = ("python",) if self._spec.image else sandbox.python_argv
-            result = await sandbox.exec(
-                [*python, "-c", DRIVER, task.evaluation, task.artefact, *words],
-                stdin=f"{nonce}\n".encode(),
-                wall_limit_s=task.limit_s,
-            )
-        output = result.stdout.decode(errors="replace")
-        is_whole = result.exit_code == 0 and output.split()[-1:] == [nonce]
-        # One object, on one line or several; two are no result.
-        objects = list(read_objects(output.rpartition(nonce)[0]))
-        said = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return objects[0] if is_whole and len(objects) == 1 else None, said
-
-    def _task_of(self, example: Example) -> MlgymTask:
-        return self._tasks()[example.fields["task"]]
-
-    def _tasks(self) -> dict[str, MlgymTask]:
-        return _list_once(Path(self._spec.root).expanduser(), self._spec.tasks)
-
-
-async def _bring(sandbox: ServedSandbox, files: Mapping[str, Path]) -> None:
-    for name, path in files.items():
-        await sandbox.upload(path, name)
 
 
 ARTEFACTS: Mapping[str, tuple[str, ...]] = {
@@ -295,7 +188,7 @@ def _read_task(root: Path, path: Path, config: Mapping[str, Any]) -> MlgymTask:
         evaluation=evaluation,
         is_csv=kind == "CSVSubmissionTasks",
         limit_s=float(config.get("training_timeout") or 3600.0),
-        digest=_digest(path, files),
+        digest=hash_files({"": path, **files}),
         metric=metric,
         baseline=baseline,
         ceiling=ceiling,
@@ -312,15 +205,6 @@ def _files_of(root: Path, source: str, name: str, path: Path) -> dict[str, Path]
     return {f"{name}/{file.relative_to(place)}": file for file in sorted(place.rglob("*")) if file.is_file()}
 
 
-def _digest(config: Path, files: Mapping[str, Path]) -> str:
-    digest = hashlib.sha256(config.read_bytes())
-    for name, path in sorted(files.items()):
-        digest.update(f"{name} {path.stat().st_size}".encode())
-        # Only scripts with their content: data sets may be large.
-        digest.update(path.read_bytes() if path.suffix == ".py" else b"")
-    return digest.hexdigest()
-
-
 def _malformed(path: Path, problem: str) -> DataError:
     return DataError(
         f"{path}: {problem}",
@@ -329,4 +213,94 @@ def _malformed(path: Path, problem: str) -> DataError:
     )
 
 
-_list_once = cache(list_tasks)
+class Mlgym(FolderTasks):
+    """The reward is the share of the way from the task's baseline to its ceiling, from -1 to 1.
+
+    Without a ceiling it is the gain as a share of the baseline. An artefact that cannot be graded earns -1. A
+    value beyond the ceiling is a failure of the task.
+    """
+
+    name = "mlgym"
+    version = "mlgym-4"
+    max_turns = 50
+    floor = -1.0
+    limits = TaskLimits(max_reply_tokens=4096, max_reward=1.0, min_reward=-1.0, max_goldless_frac=1.0)
+
+    read_tasks = staticmethod(list_tasks)
+
+    def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
+        """Yield attempts, the tasks taking turns. Raises: DataError, ConfigError as `read_tasks`."""
+        tasks = list(self.tasks.values())
+        for number in self.spec.numbers_of(split):
+            task = tasks[number % len(tasks)]
+            yield {"task": task.task_id, "attempt": number, "digest": task.digest}
+
+    @override
+    def opening(self, example: Example, seed: int) -> str:
+        task = self.task_of(example)
+        return _OPENING.format(description=task.description.strip(), artefact=task.artefact)
+
+    @override
+    def sandbox_for(self, example: Example) -> SandboxSpec:
+        limits = room_limits(memory_gib=self.spec.memory_gib, disk_gib=self.spec.disk_gib)
+        return SandboxSpec(limits=limits, image=self.spec.image)
+
+    @override
+    async def prepare(self, example: Example, seed: int) -> None:
+        task = self.task_of(example)
+        self.command_limit_s, self.carried = min(self.command_limit_s, task.limit_s), (task.artefact,)
+        shown = {name: path for name, path in task.files.items() if name not in task.secret}
+        await _bring(self.sandbox, shown)
+
+    async def validate(self) -> str:
+        """Say whether what is there can be graded."""
+        task = self.task_of(self.example)
+        found, _ = await self._measure(replace(task, limit_s=self.command_limit_s))
+        return f"{task.artefact} {'cannot' if found is None else 'can'} be graded."
+
+    @override
+    async def _judge_work(self) -> Outcome:
+        task = self.task_of(self.example)
+        found, _ = await self._measure(task)
+        value = (found or {}).get(task.metric)
+        if not isinstance(value, int | float):
+            await self._require_grader(task)
+            return Outcome(parts={"improvement": -1.0}, is_correct=False, metrics={"not_graded": 1.0})
+        # Above 1, where a value is beyond the ceiling, it is a failure of the task.
+        reward, metrics = task.normalise(value), {"metric": float(value)}
+        return Outcome(parts={"improvement": reward}, is_correct=reward > 0.0, metrics=metrics)
+
+    async def _require_grader(self, task: MlgymTask) -> None:
+        """Raise AttemptFailed if the checkout's own artefact cannot be graded either."""
+        shipped = task.files.get(task.artefact) or task.files.get("sample_submission.csv")
+        metrics, said = ({}, "") if shipped is None else await self._measure(task, shipped)
+        if metrics is None:
+            detail = f"{task.evaluation} of {task.task_id} prints no result for its own artefact: {said}"
+            raise AttemptFailed(FailureOwner.TASK, "grader_broken", detail)
+
+    async def _measure(
+        self, task: MlgymTask, shipped: Path | None = None
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Grade the artefact, or one of the checkout, in a fresh sandbox: the result and the last message."""
+        async with self._open_grader(*(self.carried if shipped is None else ())) as sandbox:
+            others = {name: path for name, path in task.files.items() if name != task.artefact}
+            await _bring(sandbox, others if shipped is None else {**others, task.artefact: shipped})
+            nonce = secrets.token_hex(16)
+            words = ["--submission_file", task.artefact] if task.is_csv else []
+            python = ("python",) if self.spec.image else sandbox.python_argv
+            result = await sandbox.exec(
+                [*python, "-c", DRIVER, task.evaluation, task.artefact, *words],
+                stdin=f"{nonce}\n".encode(),
+                wall_limit_s=task.limit_s,
+            )
+        output = result.stdout.decode(errors="replace")
+        is_whole = result.exit_code == 0 and output.split()[-1:] == [nonce]
+        # One object, on one line or several; two are no result.
+        objects = list(read_objects(output.rpartition(nonce)[0]))
+        said = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return objects[0] if is_whole and len(objects) == 1 else None, said
+
+
+async def _bring(sandbox: ServedSandbox, files: Mapping[str, Path]) -> None:
+    for name, path in files.items():
+        await sandbox.upload(path, name)

@@ -23,14 +23,16 @@ score; but if a program ended its own sandbox, there is nothing to grade, and th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import posixpath
 import shlex
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,7 @@ _ENDS = {
     ExecKind.OVER_LIMIT: "it was killed: too many processes, or too much on the disk",
 }
 _MAX_SHOWN_BYTES = 8 * MIB
+_Read = Callable[[Path, tuple[str, ...]], Mapping[str, Any]]
 ORDER_LIMIT_S = 600.0
 """Limit of one set-up step in a sandbox, on a large repository."""
 
@@ -336,6 +339,49 @@ class Workspace:
         if error.kind != ExecKind.FROM_INSIDE:
             raise error
         self._is_ruined = True
+
+
+class FolderTasks(Workspace):
+    """Base of tasks that lie in the folder `task.root`, of which `task.tasks` names some; read once."""
+
+    read_tasks: _Read
+    """Returns objects with a `digest` by name. Raises: ConfigError, DataError."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    @property
+    def tasks(self) -> Mapping[str, Any]:
+        """The tasks by name. Raises: as `read_tasks`."""
+        return _read_once(self.read_tasks, Path(self.spec.root).expanduser(), self.spec.tasks)
+
+    @property
+    def data_digest(self) -> str:
+        """Hash over the tasks. Raises: as `read_tasks`."""
+        return " ".join(task.digest for task in self.tasks.values())
+
+    def part_of(self, example: Example) -> str:
+        """Return the name of an example's task."""
+        return str(example.fields["task"])
+
+    def task_of(self, example: Example) -> Any:
+        """Return an example's task."""
+        return self.tasks[self.part_of(example)]
+
+
+@cache
+def _read_once(read: _Read, root: Path, wanted: tuple[str, ...]) -> Mapping[str, Any]:
+    return read(root, wanted)
+
+
+def hash_files(files: Mapping[str, Path]) -> str:
+    """Hash files by their names: executable bits and bytes."""
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        data = path.read_bytes()
+        digest.update(f"{name}\0{path.stat().st_mode & 0o111}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def room_limits(*, memory_gib: float, disk_gib: float) -> Limits:

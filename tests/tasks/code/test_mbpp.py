@@ -123,6 +123,7 @@ def test_sec_1_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path
         {"text": None},
         *({"test_setup_code": one} for one in (["import math"], "import (")),
         {"challenge_test_list": ["assert double(1) =="]},
+        {"test_list": ["double(1)"], "challenge_test_list": None},
     ],
 )
 def test_malformed_rows_are_refused_by_their_place(tmp_path: Path, change: dict[str, Any]) -> None:

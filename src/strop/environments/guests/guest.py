@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from strop.environments.tools import run_here
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner
 from strop.tasks.failures import AttemptFailed
@@ -57,22 +58,19 @@ class Guest:
             failed.pop_all()
 
     def list_tasks(self, number: int) -> list[dict[str, Any]]:
-        """Return the data of the first `number` tasks, or of all. Raises: RuntimeError, httpx's errors."""
-        with httpx.Client(transport=httpx.HTTPTransport(uds=self._socket), timeout=None) as client:
-            rows: list[dict[str, Any]] = _read(client.post("http://guest/tasks", json=[number]).content)
-        return rows
+        """Return the data of the first `number` tasks, or of all. Raises: AttemptFailed."""
+        return list(run_here(self.play("tasks", number)))
 
-    async def play(self, kind: str, *arguments: Any) -> dict[str, Any]:
+    async def play(self, kind: str, *arguments: Any) -> Any:
         """Play an episode: `run`, or `replay`; a cancellation ends it. Raises: AttemptFailed."""
         transport = httpx.AsyncHTTPTransport(uds=self._socket)
         try:
             async with httpx.AsyncClient(transport=transport, timeout=None) as client:
-                episode = _read((await client.post(f"http://guest/{kind}", json=arguments)).content)
+                return _read((await client.post(f"http://guest/{kind}", json=arguments)).content)
         except httpx.TransportError as error:
             raise AttemptFailed(FailureOwner.INFRA, "guest_lost", "its process has ended") from error
         except RuntimeError as error:
             raise AttemptFailed(FailureOwner.TASK, "guest_failed", str(error)) from error
-        return dict(episode)
 
     def end(self) -> None:
         """End the process."""

@@ -43,7 +43,7 @@ def read_statements(row: Row, data: DataSet) -> tuple[dict[str, Any], Any]:
     first, beside = scope_of("\n".join(shown)), scope_of(setup)
     called = used_names("\n".join(shown)), used_names("\n".join(tests)), sorted(beside.reads - beside.binds)
     known = {*dir(builtins), *defined, *first.binds, *beside.binds}
-    is_python = all(map(parse, [setup, *tests]))
+    is_python = all(map(parse, [setup, *tests])) and any("assert" in one for one in [setup, *tests])
     if not is_python or defined.isdisjoint(first.reads) or not (first.reads <= known or "*" in beside.binds):
         raise bad_row(
             f"{row.place}: tests use {sorted(first.reads)[:5]}, {data.answer} defines {sorted(defined)[:5]}",

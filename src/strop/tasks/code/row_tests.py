@@ -47,6 +47,7 @@ _OUTSIDE = frozenset(
         " sys.stdin sys.stdout sys.stderr sys.exit sys.modules sys.path_hooks sys.settrace"
         " __import__ compile eval exec exit globals input locals quit vars"
         " BaseException GeneratorExit KeyboardInterrupt SystemExit"
+        " dataclasses.asdict dataclasses.astuple dataclasses.fields dataclasses.replace"
     )
 )
 """Modules and names that concern the process of the tests, and exceptions that the judge does not pass on."""

@@ -30,7 +30,7 @@ import socket
 import sys
 import time
 import types
-from collections import Counter, namedtuple
+from collections import Counter, deque, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, partialmethod
@@ -107,7 +107,7 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
     for kind in kinds:
         # The methods of the plain type are called, because a subclass may override them.
         name = kind.__name__
-        if name in _LISTED and kind.__module__ == "builtins":
+        if name in _LISTED and kind.__module__ in ("builtins", "collections"):
             parts = dict.items(value) if kind is dict else kind.__iter__(value)
         elif kind.__module__ == _MODULES.get(name):
             parts = (value.real, value.imag) if kind is complex else kind.__reduce__(value)[1]
@@ -138,7 +138,8 @@ def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
 
 
 _TYPES = {one.__name__: one for one in vars(builtins).values() if isinstance(one, type)}
-_LISTED: dict[str, Any] = {one.__name__: one for one in (list, tuple, dict, bytes)}
+_LISTED: dict[str, Any] = {one.__name__: one for one in (list, tuple, dict, bytes, deque)}
+_LISTED |= {"dict_keys": lambda ks: dict.fromkeys(ks).keys(), "dict_items": lambda xs: dict(xs).items()}
 """Types that are made of a list of their parts."""
 _MODULES = {
     **dict.fromkeys(("set", "frozenset", "bytearray", "range", "complex"), "builtins"),
@@ -338,7 +339,7 @@ class Session:
 
     def _refer(self, value: Any) -> Any:
         if not isinstance(value, Remote):
-            self.refuse(f"they pass the program a {type(value).__name__}, which is no plain value")
+            self.refuse(f"they bring a {type(value).__name__}, which is no plain value")
         return ["ref", value._reference]
 
     def refuse(self, fault: str) -> NoReturn:
@@ -398,7 +399,7 @@ class Session:
         assert is_same(got, expected) or (is_wrapped and is_same(got, expected[0]))
 
 
-class Remote:
+class Remote:  # noqa: PLW1641  (`__hash__` is set below)
     """Proxy of an object of the candidate, which equals no plain value, whatever its `__eq__` returns.
 
     There is no verdict where two of them are compared, or where its class has the operator that is used.
@@ -424,11 +425,10 @@ class Remote:
         return NotImplemented
 
     def __eq__(self, other: object) -> bool:
+        encode(other, self._session._refer)
         if isinstance(other, Remote) and other is not self:
             self._refuse()
         return other is self
-
-    __hash__ = object.__hash__
 
     def __contains__(self, item: object) -> bool:
         try:
@@ -438,9 +438,12 @@ class Remote:
             raise
 
 
-for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr int float abs neg"):
+for _name in str.split(
+    "call getattr setattr delattr iter next reversed len getitem setitem delitem hash bool str repr format"
+    " dir int float complex bytes index round abs neg pos invert"
+):
     setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
-for _name in str.split("enter exit mro_entries instancecheck subclasscheck"):
+for _name in str.split("enter exit mro_entries instancecheck subclasscheck copy deepcopy floor ceil trunc"):
     setattr(Remote, f"__{_name}__", Remote._refuse)
 for _name in str.split(
     "lt le gt ge add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow"

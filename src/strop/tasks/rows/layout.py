@@ -7,8 +7,8 @@ s3://bucket/gsm8k/ is fetched completely and read like a local one. A folder of 
 `save_to_disk` counts as one file, or as one per split.
 
 Files are Parquet, CSV and its kin, JSON and JSONL, packed by gzip or not. A missing value is None: null, NaN,
-a cell that is empty or says NaN. A column of whole numbers with holes, which pandas writes as 18.0, holds
-whole numbers. An encoding is never guessed: text is UTF-8, or says itself that it is UTF-16.
+Infinity, a cell that is empty or says NaN. A column of whole numbers with holes, which pandas writes as 18.0,
+holds whole numbers. An encoding is never guessed: text is UTF-8, or says itself that it is UTF-16.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _to_tables(table: Any) -> list[Table]:
     """Return the rows of an Arrow table as JSON values, without the columns that number rows."""
     kept = table.select([name for name in table.column_names if not _INDEX.fullmatch(name)])
     text = json.dumps(kept.to_pylist(maps_as_pydicts="strict"), default=_spell)
-    rows: list[Table] = json.loads(text, parse_constant=_read_constant)
+    rows: list[Table] = json.loads(text, parse_constant=lambda _: None)
     return rows
 
 
@@ -341,10 +341,6 @@ def _spell(value: Any) -> Any:
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return value.isoformat() if isinstance(value, dt.date | dt.time) else None
-
-
-def _read_constant(name: str) -> float | None:
-    return None if name == "NaN" else float(name)
 
 
 def _mend_columns(rows: list[Table], to_whole: Callable[[Any], Any] = to_whole) -> list[Table]:
@@ -411,7 +407,7 @@ def _read_csv(path: Path, text: str, delimiters: str) -> list[Table]:
 
 def _read_json(path: Path, text: str) -> list[Table]:
     """Return the tables of a text: one behind the other, or in one list."""
-    decode = json.JSONDecoder(object_pairs_hook=_to_table, parse_constant=_read_constant).raw_decode
+    decode = json.JSONDecoder(object_pairs_hook=_to_table, parse_constant=lambda _: None).raw_decode
     rows: list[Table] = []
     at = end = 0
     try:
