@@ -15,7 +15,6 @@ from strop.evaluate import read_result
 from strop.record.files import list_shards
 from strop.run.tasks import read_task
 from strop.tasks import build_task
-from tests.fixtures.attempts import start_command, wait_until
 from tests.fixtures.commands import Ended, Run
 from tests.fixtures.tiny_model import tiny_model
 
@@ -109,33 +108,6 @@ def test_the_same_command_again_generates_nothing(run: Run, folder: Path, tiny_m
     # Without --out, another evaluation has another name.
     assert evaluate(run, tiny_model_dir, "--limit", "5").code == 0
     assert len(list((folder / "evals").glob("arithmetic-step-000000-*.json"))) == 2
-
-
-@pytest.mark.slow
-def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
-    run: Run, folder: Path, tiny_model_dir: Path
-) -> None:
-    # 100 examples in four shards; few rows, so that the first is done long before the last.
-    shared = ("eval", tiny_model_dir, "--task", "arithmetic", *ASK, "engine.max_num_seqs=4")
-    words = (*shared, "--samples", "2", "--pass-at", "1,2")
-    kept = folder / "killed" / "arithmetic-step-000000"
-    process = start_command([*words, "--out", "killed"], folder / "log")
-    try:
-        wait_until(lambda: bool(list_shards(kept)), process, folder / "log")
-    finally:
-        process.kill()
-        process.join()
-    first = {path: path.stat().st_mtime_ns for path in list_shards(kept)}
-    assert 1 <= len(first) < 4
-    resumed = run(*words, "--out", "killed", "--json")
-    assert resumed.code == 0, resumed.err
-    assert "of 100 examples are kept from before" in resumed.err
-    assert {path: path.stat().st_mtime_ns for path in first} == first
-    assert "DEBUG" not in (folder / "log").read_text()
-    undisturbed = run(*words, "--out", "whole", "--json")
-    assert resumed.out == undisturbed.out
-    texts = [(folder / name / "arithmetic-step-000000.json").read_text() for name in ("killed", "whole")]
-    assert texts[0] == texts[1]
 
 
 def test_an_order_file_is_written_from_samples(run: Run, folder: Path, tiny_model_dir: Path) -> None:

@@ -243,7 +243,14 @@ def test_a_right_patch_passes_the_self_test_and_nonsense_does_not(tmp_path: Path
         ({"base_commit": "0" * 40}, "bad_repository"),
         ({"repository": "/nowhere"}, "bad_repository"),
         ({"test_command": ""}, "no_test_command"),
-        ({"test_command": "sed -i '/test_/d' {files}; sh {files}"}, "unwatched_tests"),
+        *(
+            ({"test_command": one}, "unwatched_tests")
+            for one in (
+                "sed -i '/test_/d' {files}; sh {files}",
+                "/opt/no/pytest -rA {files}",
+                "sh {files} | wc",
+            )
+        ),
         ({"test_patch": "", "FAIL_TO_PASS": [], "test_command": "sh tests/t.sh"}, "no_hidden_tests"),
     ],
 )
@@ -378,15 +385,19 @@ PASSED tests/a.py::test_c
 test_e (pkg.tests.Case) ... ok
 test_f (pkg.tests.Case)
 It says what it does. ... FAIL
+test_g (pkg.tests.Case)
+It is named by its docstring. ... Testing against Django installed in '/django'
+ok
 PASSED
 """
     passed = read_passed(log)
     assert {name for name, is_good in passed.items() if is_good} == {
         *("tests/a.py::C::test_a", "C.test_a", "tests/a.py::test_b[x y]", "tests/a.py::test_b[x"),
         *("test_b[x y]", "tests/a.py::test_d", "test_d", "test_e (pkg.tests.Case)"),
+        *("test_g (pkg.tests.Case)", "It is named by its docstring."),
     }
-    assert not passed["tests/a.py::test_c"]
-    assert not passed["test_f (pkg.tests.Case)"]
+    bad = "tests/a.py::test_c", "test_f (pkg.tests.Case)", "It says what it does."
+    assert not any(passed[name] for name in bad)
 
 
 @pytest.mark.slow

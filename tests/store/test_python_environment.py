@@ -75,6 +75,6 @@ def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not marker.exists()
     assert not broken.is_ready()
     hollow = PythonEnvironment(folder="parts", name="empty", pip_steps=(), nltk_data="no_package/data")
-    with pytest.raises(StoreError, match="no package that was installed has this folder"):
+    with pytest.raises(StoreError, match="no package has this folder"):
         ensure_environment(hollow, say=said.append)
     assert not empty.is_ready()

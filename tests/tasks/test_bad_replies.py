@@ -66,9 +66,7 @@ def test_a_completion_of_a_megabyte_is_a_wrong_answer_in_bounded_time(name: str,
 @pytest.mark.parametrize(
     "text", ["", " \n", "\0", "\ud800", "\\boxed{", "####", "```python", "<answer>", "1/0"]
 )
-def test_a_reply_that_nothing_can_be_read_from_is_wrong_and_scored(
-    name: str, text: str, tmp_path: Path
-) -> None:
+def test_a_reply_without_anything_to_read_is_wrong_and_scored(name: str, text: str, tmp_path: Path) -> None:
     """Unparsable is the model's doing: a score of 0, never an exception and never unscored."""
     task = task_of(name, tmp_path)
     outcome = verdict(task, task.examples(Split.HELD_OUT)[0], text)

@@ -9,6 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strop.errors import DataError
@@ -18,7 +19,7 @@ from tests.fixtures.row_files import write_parquet
 LINES = Path(__file__).with_name("forms").joinpath("files.jsonl").read_text("utf-8").splitlines()
 DEEP = f'{{"a": {"[" * 200_000}{"]" * 200_000}}}'
 LONG: dict[str, Any] = {"@deep": DEEP, "@longcsv": f"q,a\n{'x' * 200_000},18\n", "@long": "x" * 200_000}
-LONG |= {"@nan": math.nan, "@inf": math.inf}
+LONG |= {"@nan": math.nan, "@inf": math.inf, "@float32": np.float32(0.1)}
 
 
 def revive(value: Any) -> Any:

@@ -330,9 +330,7 @@ ITSELF = {"judge_model": '"small"'}
         ({"judge_url": '"role"', "judge_key_env": '"K"'}, "key"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(
-    tmp_path: Path, settings: dict[str, str], named: str
-) -> None:
+def test_what_nobody_can_mean_is_refused(tmp_path: Path, settings: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_spec(write_run(tmp_path, **settings))
     load_spec(write_run(tmp_path, **ITSELF, can_judge_itself="true"))

@@ -132,9 +132,7 @@ def test_an_arrow_file_that_the_state_names_is_missed(s3_root: str, tmp_path: Pa
         read_ids()
 
 
-def test_rows_of_ones_own_and_mathematics_are_found_by_their_short_names(
-    s3_root: str, tmp_path: Path
-) -> None:
+def test_rows_of_ones_own_and_mathematics_are_found_by_short_names(s3_root: str, tmp_path: Path) -> None:
     for name, rows in (("train", TRAIN), ("test", TEST)):
         sync(save_split(rows, tmp_path / name), f"{s3_root}/datasets/words_{name}")
         problems = [{"problem": row["question"], "solution": f"\\boxed{{{i}}}"} for i, row in enumerate(rows)]

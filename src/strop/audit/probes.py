@@ -165,6 +165,6 @@ async def probe_ceiling(context: AuditContext) -> ProbeResult:
 
     await context.judge_kinds(overdo, context.examples[:_NUM_OVERDONE])
     beyond = [judged for judged in context.all_judged if not judged.is_within]
-    rewards = [judged.reward for judged in context.all_judged if judged.reward is not None]
-    detail = f"scores out of bounds; highest {max(rewards, default=0.0):g}"
+    rewards = sorted(judged.reward for judged in context.all_judged if judged.reward is not None)
+    detail = f"scores beyond task.min_reward or max_reward, of {rewards[:1]} to {rewards[-1:]}"
     return bounded(float(len(beyond)), 0.0, [judged.show() for judged in beyond], len(rewards), detail)

@@ -21,6 +21,7 @@ from strop.spec.base import FreeTable, expert
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.registry import import_extra
 from strop.tasks.task import TaskLimits
+from strop.tasks.user.rewards import FULL_MARKS_SLACK
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -65,7 +66,7 @@ class Openenv:
     """One session. Its seed is the example's; the reward is the sum of the rewards of its steps."""
 
     name = "openenv"
-    version = "openenv-1"
+    version = "openenv-2"
     max_turns = 30
 
     def __init__(self, spec: OpenenvSpec) -> None:
@@ -110,7 +111,7 @@ class Openenv:
         total = sum(rewards)
         return Outcome(
             parts={"return": total},
-            is_correct=total >= self._spec.max_return,
+            is_correct=total >= self._spec.max_return - FULL_MARKS_SLACK,
             turn_rewards=tuple(reward or 0.0 for reward in self._rewards),
             format_ok=not self._num_invalid,
             metrics={"num_invalid_actions": float(self._num_invalid)},

@@ -213,14 +213,12 @@ def _to_example(row: Row) -> Example:
     return make_example("repo-repair", fields, json.dumps(answer, sort_keys=True))
 
 
-def _question_of(example: Example) -> str:
-    return f"{example.fields['instance_id']}\n{example.fields['problem_statement']}"
-
-
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _PYTEST = re.compile(r"^(PASSED|XFAIL|FAILED|ERROR|SKIPPED|XPASS) +(\S.*)$")
 _UNITTEST = re.compile(
-    r"^(test\w* \([\w.]+\))(?:\n.*)? \.\.\. (ok|FAIL|ERROR|skipped|expected failure)", re.MULTILINE
+    r"^(test\w* \([\w.]+\))(?:\n(.*))? \.\.\. (?:Testing against .*\n)*"
+    "(ok|FAIL|ERROR|skipped|expected failure)",
+    re.MULTILINE,
 )
 _GOOD = frozenset({"PASSED", "XFAIL", "ok", "expected failure"})
 
@@ -234,7 +232,9 @@ def read_passed(log: str) -> dict[str, bool]:
     """
     log = _STYLE.sub("", log)
     results = [(match[2], match[1]) for line in log.splitlines() if (match := _PYTEST.match(line.rstrip()))]
-    results += [(match[1], match[2]) for match in _UNITTEST.finditer(log)]
+    for match in _UNITTEST.finditer(log):
+        # Django's lists have the docstring in place of the name.
+        results += [(name, match[3]) for name in (match[1], match[2]) if name]
     passed: dict[str, bool] = {}
     for name, status in results:
         # A failure's message follows the name.
@@ -256,7 +256,7 @@ class RepoRepair(Workspace):
     """
 
     name = "repo-repair"
-    version = "repair-2"
+    version = "repair-3"
     max_turns = 50
     limits = TaskLimits(max_reply_tokens=_ROWS.max_reply_tokens, max_goldless_frac=1.0)
     _base = ""
@@ -267,7 +267,9 @@ class RepoRepair(Workspace):
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        return read_examples(self._spec, _ROWS, _to_example, _question_of)
+        return read_examples(
+            self._spec, _ROWS, _to_example, lambda one: "\n".join(one.fields[key] for key in _FIELDS[:2])
+        )
 
     @property
     def data_digest(self) -> str:
@@ -319,15 +321,15 @@ class RepoRepair(Workspace):
             if tests
         }
         solved = all(frac == 1.0 for frac in fracs.values())
-        if not solved or _fails(passed, canary):
+        if _fails(passed, canary) or (passed and not solved):
             return _to_outcome(solved=solved, **fracs)
-        # The run ended before the canary, or what fails passes there; or the command leaves canaries out.
+        # The run ended before the canary, or what fails passes there; or the command misses it, or is none.
         async with self._open_grader() as other:
             passed, canary = await self._run_tests(other, hidden, hidden.patch.encode())
         if isinstance(passed, str) or not _fails(passed, canary):
             detail = "its test command does not run every test of the last test file, or stops before"
             raise AttemptFailed(FailureOwner.TASK, "unwatched_tests", detail)
-        return _to_outcome(solved=False, tests_forged=1.0, **fracs)
+        return _to_outcome(solved=False, tests_forged=float(solved), **fracs)
 
     async def _run_tests(
         self, sandbox: ServedSandbox, hidden: RepairRow, diff: bytes
@@ -375,14 +377,11 @@ class RepoRepair(Workspace):
         return word
 
     async def _judge_work(self) -> Any:
-        self._diff = await self._take_diff()
-        return await super()._judge_work() if self._diff.strip() else _to_outcome(solved=False, no_patch=1.0)
-
-    async def _take_diff(self) -> bytes:
-        """Return the model's changes; nothing if its repository is broken or the diff is too large."""
         argv = ["sh", "-c", _DIFF, "sh", self.folder or ".", self._base]
         result = await self.sandbox.exec(argv, wall_limit_s=ORDER_LIMIT_S)
-        return b"" if result.exit_code != 0 or result.stdout_omitted else result.stdout
+        # Nothing, if its repository is broken or the diff is too large.
+        self._diff = b"" if result.exit_code != 0 or result.stdout_omitted else result.stdout
+        return await super()._judge_work() if self._diff.strip() else _to_outcome(solved=False, no_patch=1.0)
 
     async def _place_repository(self, sandbox: ServedSandbox) -> None:
         """Place the repository at the row's commit, in `folder`."""

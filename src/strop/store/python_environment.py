@@ -140,7 +140,8 @@ def _make(environment: PythonEnvironment) -> None:
     shutil.rmtree(environment.path, ignore_errors=True)
     python = str(environment.python)
     base = find_interpreter(environment.version) if environment.version else sys.executable
-    _run([base, "-m", "venv", str(environment.path)], environment)
+    options = [] if environment.pip_steps else ["--without-pip"]
+    _run([base, "-m", "venv", *options, str(environment.path)], environment)
     for requirements in environment.pip_steps:
         _run([python, "-m", "pip", "install", "--quiet", "--no-compile", *requirements], environment)
     if environment.uv_step:
@@ -154,8 +155,7 @@ def _make(environment: PythonEnvironment) -> None:
         folder = environment.nltk_data
         data = next(environment.path.glob(f"lib/python*/site-packages/{folder}"), None)
         if data is None:
-            command = ["ln", "-s", folder, "nltk_data"]
-            raise _failed(command, environment, "no package that was installed has this folder")
+            raise _failed(["ln", "-s", folder, "nltk_data"], environment, "no package has this folder")
         (environment.path / "nltk_data").symlink_to(data.relative_to(environment.path))
     if environment.first_program is not None:
         _run([python, "-c", environment.first_program], environment)

@@ -175,9 +175,7 @@ class ReasoningGymSpec(TaskSection):
 
     name: Literal["reasoning-gym"]
     num_train: int = Field(default=500, ge=1, le=10**7, description="Examples to train on.")
-    num_held_out: int = Field(
-        default=100, ge=1, le=10**7, description="Examples kept out of training for evaluation."
-    )
+    num_held_out: int = Field(default=100, ge=1, le=10**7, description="Examples that are held out.")
     dataset: str = Field(min_length=1, description="Name of the data set, for example 'chain_sum'.")
     config: FreeTable = Field(
         default={},

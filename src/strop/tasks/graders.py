@@ -17,7 +17,6 @@ from strop.tasks.answers import judged_text, show_answer, text_after_thinking
 from strop.tasks.mathematics import (
     answers_equal,
     find_answer,
-    find_boxes,
     find_number,
     marked_answer,
     marked_numbers,
@@ -71,11 +70,11 @@ _RULES_OUT = re.compile(
 # At the start of a sentence 'A' may be an article, and 'B cells' are no choice.
 _STARTS = re.compile(r"(?:^|[.!?] )[*(]*$")
 _GOES_ON = re.compile(r" (?!(?:because|since|as|is|was|must|for|due|best|and|or|but)\b)[a-z]")
-_IS_RIGHT = re.compile(
-    r"\W{1,3}(?:is|must be) (?:the )?(?:most |best )?(?:correct|right|better|best|true|answer)\b"
-)
+_RIGHT = re.compile(r"\W{1,3}(?:is|must be) (?:the |most |best )*(?:correct|right|better|best|true|answer)\b")
 _AND = re.compile(r"[^\w.;]{0,8}(?:,|/|&|\bor\b|\band\b)[^\w.;]{0,8}(?=[A-D])")
 _MAX_CHOICE_CHARS = 2000
+_THUS = re.compile(r"^(?:(?:therefore|thus|hence|so)\b,? ?)?(?:it(?: is|'s) )?", re.IGNORECASE)
+_MAX_WORDS = 20  # A gold answer of more is a solution in prose, which no reply repeats.
 
 
 def _judge_letter(example: Example, text: str, question: str) -> Outcome:
@@ -93,20 +92,20 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
 
     A choice in words is its letter. None if there is none, or several are named at once.
     """
-    line = text.partition("\n")[0]
-    if alone := _ALONE.fullmatch(line):
-        return alone[1]
-    said = normal_text(line[:_MAX_CHOICE_CHARS])
-    for letter, choice in zip(_LETTERS, map(normal_text, choices), strict=False):
-        if choice and said in (choice, f"{letter.lower()} {choice}"):
-            return letter
+    lines = text.splitlines() or [""]
     marked = marked_answer(text)
-    if marked is not None and re.fullmatch("[a-d]", marked.text):
-        return marked.text.upper()
-    found = next(_letters(marked.text), None) if marked is not None else None
-    claims = (one for one in _letters(text) if _IS_RIGHT.match(text, one.end()))
-    found = found or next(reversed([*claims]), None) or next(_letters(line), None)
-    if found is None:
+    told = marked.text if marked else ""
+    if alone := _ALONE.fullmatch(lines[0]) or _ALONE.fullmatch(told.upper()):
+        return alone[1]
+    for said in (normal_text(one[:_MAX_CHOICE_CHARS]) for one in (lines[0], told)):
+        for letter, choice in zip(_LETTERS, map(normal_text, choices), strict=False):
+            if choice and said in (choice, f"{letter.lower()} {choice}"):
+                return letter
+    claims = (one for one in _letters(text) if _RIGHT.match(text, one.end()))
+    found = next(_letters(told), None) or next(reversed([*claims]), None)
+    if found is None and (alone := _ALONE.fullmatch(_THUS.sub("", lines[-1]))):
+        return alone[1]
+    if (found := found or next(_letters(lines[0]), None)) is None:
         return None
     other = _AND.match(found.string, found.end())
     return None if other and _LETTER.match(found.string, other.end()) else found[0]
@@ -124,15 +123,17 @@ def _letters(text: str) -> Iterator[re.Match[str]]:
 def _read_number(value: Any) -> str | None:
     text = show_answer(value).strip()
     number = read_number(text)
-    if number is None or number.value is None or re.search("[0-9]", text.replace(number.text, "", 1)):
+    if number is None or number.value is None or re.search("[0-9!]", text.replace(number.text, "", 1)):
         return None
     return number.text.replace(",", "").lstrip("$")
 
 
 def _read_formula(value: Any) -> str | None:
-    text = show_answer(value).strip()
-    text = (find_boxes(text) or [text])[-1]
-    return text if normal_form(text) else None
+    # Solutions mark their answer as replies do.
+    text = _read_text(value) or ""
+    marked = marked_answer(text)
+    text = (marked.text if marked else text.rpartition("####")[2]).strip(" \n*")
+    return text if len(text.split()) <= _MAX_WORDS and normal_form(text) else None
 
 
 def _read_letter(value: Any) -> str | None:
@@ -188,6 +189,9 @@ def _contains(text: str, answer: str) -> bool:
 
 
 def _read_text(value: Any) -> str | None:
+    """Return an answer as a text; None of a table, and of texts of which any may be meant."""
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, str) for one in value)):
+        return None
     return show_answer(value) or None
 
 

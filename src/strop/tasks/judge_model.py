@@ -27,7 +27,7 @@ from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, JudgeSettings, is_this_mac
 from strop.store.data_files import locate_named
 from strop.tasks.answers import show_answer, text_after_thinking
 from strop.tasks.rows.layout import bad_row
-from strop.tasks.user.rewards import Reward
+from strop.tasks.user.rewards import Reward, Values
 
 CALL_LIMIT_S = 30.0
 """Limit of a question, from the first byte sent to the last one read, all tries included."""
@@ -83,9 +83,7 @@ class JudgeModel(Reward):
                 raise bad_row(fault, f"one for each place; this row has {', '.join(sorted(values))}")
 
     @override
-    async def score(
-        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
-    ) -> list[Outcome]:
+    async def score(self, example: Example, values: Values, replies: Sequence[str]) -> list[Outcome]:
         """Grade replies, as the rubric with these values says.
 
         The text behind the last closed thinking block is judged; an empty one earns 0 without a call. Of
@@ -105,9 +103,7 @@ class JudgeModel(Reward):
             found |= answered
         return [_to_outcome(one, found.get(one, 0.0)) for one in judged]
 
-    async def _judge(
-        self, values: Mapping[str, str], replies: Mapping[str, str]
-    ) -> Mapping[str, float | Failure]:
+    async def _judge(self, values: Values, replies: Mapping[str, str]) -> Mapping[str, float | Failure]:
         """Return the scores of replies that one question shows, wrapped so, or the failure of all."""
         named = {**values, "reply": "\n\n".join(replies.values())}
         question = _PLACE.sub(lambda match: named[match.group(1)], self._rubric).rstrip()

@@ -45,8 +45,10 @@ _BOX = re.compile(
     rf"\\f?box(?:ed)?\s*(?:\{{({_INSIDE})\}}|([-+]?[0-9][0-9/,]*(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])))",
     re.DOTALL,
 )
+_JOINED = re.compile(r"\}\$?,? (?:or|and) \$?(?:[a-z] ?= ?)?\\boxed\{")
 _SENTENCE = re.compile(
-    r"\b(?:(?<!/)answer>|(?:answer|(?:right|correct|best) (?:choice|option))"
+    r"\b(?:(?<!/)answer>|(?:answer|solution|root)s\s+are\b"
+    r"|(?:answer|(?:right|correct|best) (?:choice|option))"
     r"(?:[*_\"']*\s*[:=]|\s+(?:is|(?:must|should|would) be)\b))[\s:*_=]*"
     # 'Final Answer: The final answer is' is one sentence.
     r"(?:(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is\b|\s*:)[\s:*_=]*)?",
@@ -60,9 +62,7 @@ _FORMULA = re.compile(
     r"|(\\begin\{(?:align|gather|equation|split)(?:(?!\\begin\{[ages]).)+?\\end\{[ages][a-z]+\*?\})",
     re.DOTALL,
 )
-_PLACEHOLDER = re.compile(
-    r"[\s.\u2026]*|(?:\\[cl]?dots|(?:your |the )?(?:final )?answer)(?: here)?", re.IGNORECASE
-)
+_PLACEHOLDER = re.compile(r"(?i)[\s.\u2026]*|(?:\\[cl]?dots|(?:your |the )?(?:final )?answer)(?: here)?")
 _ANCHOR = re.compile(r"[=:\u2248]|\b(?:is|are|equals|get|have|thus)\b")
 _PROSE = re.compile(
     r"(?<![\\a-zA-Z])(?!(?:pi|sqrt|sin|cos|tan|log|ln|exp|or|and)(?![^\W\d_]))[^\W\d_]{2,}|\\boxed",
@@ -84,11 +84,11 @@ def find_answer(text: str) -> FoundAnswer | None:
 
 def marked_answer(text: str) -> FoundAnswer | None:
     """Return the answer in the last box or sentence, or None; without text if all boxes are placeholders."""
-    if boxes := find_boxes(text):
+    if boxes := find_boxes(_JOINED.sub(",", text)) or find_boxes(text):
         filled = [box for part in boxes if not _PLACEHOLDER.fullmatch(box := part.strip())]
         return FoundAnswer(filled[-1] if filled else "", is_boxed=True, num_marks=len(filled))
     sentences = list(_SENTENCE.finditer(text))
-    answers = (_sentence_answer(text, match.end()) for match in reversed(sentences))
+    answers = (_sentence_answer(text, match) for match in reversed(sentences))
     answer = next(filter(None, answers), None)
     return None if answer is None else FoundAnswer(answer, is_boxed=False, num_marks=len(sentences))
 
@@ -99,10 +99,11 @@ def find_boxes(text: str) -> list[str]:
     return [inner for content in contents for inner in find_boxes(content) or [content]]
 
 
-def _sentence_answer(text: str, start: int) -> str:
-    """Return the answer that begins at `start`: a formula as a whole, else the rest of the sentence."""
+def _sentence_answer(text: str, begin: re.Match[str]) -> str:
+    """Return the answer behind a sentence's begin: one formula as a whole, else the rest of the sentence."""
+    start = begin.end()
     # A '$' may also be money ('The answer is $5.'), and its next one far away.
-    formula = _FORMULA.match(text, start, start + _MAX_CHARS)
+    formula = None if "s are" in begin[0] else _FORMULA.match(text, start, start + _MAX_CHARS)
     if formula is not None and "\n\n" not in formula.group():
         return str(formula[formula.lastindex or 0]).strip()
     return _trim(_SENTENCE_END.split(text[start : start + _MAX_SENTENCE_CHARS], maxsplit=1)[0])
@@ -130,15 +131,21 @@ def _trim(text: str) -> str:
 def _is_expression(text: str) -> bool:
     """Whether a text is a formula rather than prose: no words, and a digit or a command in it."""
     text = _trim(text)
-    return (
-        len(text) <= _MAX_CHARS and bool(re.search(r"\d|\\", text)) and not _PROSE.search(_TEXT.sub("", text))
-    )
+    is_short = len(text) <= _MAX_CHARS and re.search(r"\d|\\", text) is not None
+    return is_short and not _PROSE.search(_TEXT.sub("", text))
 
 
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _PARTS = {"¼": "14", "½": "12", "¾": "34", "⅓": "13", "⅔": "23"}
 PLAIN = str.maketrans(
-    {"\u2212": "-", "\u00b0": "", "\u00b7": r"\cdot ", "\u221e": r"\infty "}
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "\u00b0": "",
+        "\u00b7": r"\cdot ",
+        "\u221e": r"\infty ",
+        "\u2205": r"\emptyset ",
+    }
     | {sign: rf"\frac{part}" for sign, part in _PARTS.items()}
 )
 """Signs in LaTeX that math-verify does not read."""
@@ -146,10 +153,10 @@ _FRAC = r"\\[dtc]?frac[ \t]*(\{[0-9]{1,9}\}|[0-9])[ \t]*(\{0*[1-9][0-9]{0,8}\}|[
 _SCALE = rf"(?:[ \t]*(?:\\text\{{[ \t]*)?(?i:{'|'.join(SCALES)})s?\b[ \t]*\}}?)"
 # A fraction or mixed number is one number; so is one with a scale. Words are passed by its first characters.
 _NUMBER = (
-    r"(?=[-\u2212\\$.0-9¼½¾⅓⅔])(?:(?<![\w)\]}])[-\u2212])?\\?\$?(?<![A-Za-z0-9])(?<![0-9]\.)(?:"
+    r"(?=[-\u2212\u2013\\$.0-9¼½¾⅓⅔])(?:(?<![\w)\]}])[-\u2212\u2013])?\\?\$?(?<![A-Za-z0-9])(?<![0-9]\.)(?:"
     r"(?:[0-9]{1,9}[ \t]{1,3})?[0-9]{1,9}/(?=[0-9]*[1-9])[0-9]{1,9}(?![0-9]|[.,/][0-9])"
     rf"|[0-9]{{0,9}}(?:{_FRAC}|[{''.join(_PARTS)}])"
-    r"|(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!]|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)?"
+    r"|(?:[0-9]{1,3}(?:(?:[,\u00a0\u2009\u202f]|\{,\}|\\[,!]|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)?"
     r"(?:(?<=[0-9])\.[0-9]+|(?<![0-9])\.[0-9]+)?(?<=[0-9])(?:[eE][+-]?[0-9]{1,2}(?![0-9]))?)"
     rf"{_SCALE}?"
 )
@@ -161,14 +168,15 @@ _JOIN = (
 # With what it is joined to: a calculation, a range or a list is no number.
 _NUMBERS = re.compile(rf"{_NUMBER}(?:{_JOIN}{_NUMBER}|[ \t]*[\u00b2\u00b3\u00b9\u2070\u2074-\u2079])*")
 _ONE_NUMBER = re.compile(_NUMBER)
+_SPACED = re.compile(r"(?<![\w.,/])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/]|[.,][0-9])")
 _MARKED = re.compile(rf"#{{4,}}\s*(\S[^\n]{{,{_MAX_CHARS}}})")
 _RETRACTS = re.compile(
     r"\b(?:wait\b|actually|correction|mistake|oops|sorry|let me (?:re|correct|fix|double)|i was wrong)",
     re.IGNORECASE,
 )
-_BOLD = re.compile(r"\*\*((?:[ \t$(]|\\[(])*(?![0-9]{1,2}[.):]\*)[-\u2212]?[$0-9.][^*\n]{0,60})\*\*")
+_BOLD = re.compile(r"\*\*((?:[ \t$(]|\\[(])*(?![0-9]{1,2}[.):]\*)[-\u2212\u2013]?[$0-9.][^*\n]{0,60})\*\*")
 _ASIDE = re.compile(
-    r"\b(?:for|in|over|after|per|every|each|within|during|(from|at)|of|with|by|across)[ \t]+"
+    r"\b(?:for|in|over|after|per|every|each|within|during|(from|at)|of|with|by|across|buy)[ \t]+"
     r"(?:(?:the|all|these|those|just|only|next|last|first|about) )?[$]?$",
     re.IGNORECASE,
 )
@@ -214,6 +222,7 @@ def marked_numbers(text: str) -> list[Number]:
 
 def read_number(text: str) -> Number | None:
     """Read a text that begins with a number or says what one equals; None if it does neither."""
+    text = _SPACED.sub(lambda digits: digits[0].replace(" ", ""), text)
     sides = [_NUMBERS.match(_LEAD.sub("", side, 1)) for side in text.split("=")]
     read = [Number.of(side) if side else None for side in sides]
     valued = [one for one in read if one is not None and one.value is not None]
@@ -278,13 +287,11 @@ _NO_UNIT = (
 _UNIT = r"(?:[a-zA-Z]{3,}|(?:mm|cm|dm|km|in|ft|yd|mi|kg|mg|lb|oz|ml|hr|am|pm)(?![a-zA-Z]))"
 _POWER = r"(?:\^\{?[23]\}?)?"
 _TEXT_COMMAND = r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit|operatorname|mathit|textsf|bold|bf|rm)\s*"
+_IN_TEXT = rf"{_TEXT_COMMAND}\{{{_NO_UNIT}[a-zA-Z./ ()]*\}}"
 _RULES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), to)
     for pattern, to in (
-        (
-            r"(?:\u221a|(?<![\\a-zA-Z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[a-zA-Z]))",
-            r"\\sqrt{\1\2\3}",
-        ),
+        (r"(?:\u221a|(?<![\\a-zA-Z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-zA-Z]))", r"\\sqrt{\1\2\3}"),
         ("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)", lambda raised: f"^{{{normalize('NFKC', raised[1])}}}"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
         (r"\\[lr]brace(?![a-zA-Z])", lambda brace: r"\{" if "l" in brace[0] else r"\}"),
@@ -295,26 +302,32 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
             lambda digits: re.sub("[, ]", "", digits[0]),
         ),
         (r"[~\s]|(?<!\\)\\[,!;: ]|\\(?:q?quad|left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])", " "),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\[dtc](frac|binom)(?![a-zA-Z])", r"\\\1"),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
+        (
+            r"([0-9]+)\.([0-9]*)\\overline\{?([0-9]{1,9})\}?",
+            lambda d: (
+                rf"\frac{{{int(d[1] + d[2] + d[3]) - int(d[1] + d[2])}}}"
+                rf"{{{'9' * len(d[3])}{'0' * len(d[2])}}}"
+            ),
+        ),
         (r"(?<![0-9./])([0-9]+)\s+([0-9]+)/([0-9]+)(?![0-9./])", r"\1\\frac{\2}{\3}"),
         (r"\^\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|\\?[%$]|(?<!\\)\\[()\[\]]", ""),
         (r"(?:,\s*)?(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))", ","),
         # Units; directly behind digits only those that cannot be variables.
-        (rf"(?:(?<=[0-9}})])|(?<=\\pi))\s*{_TEXT_COMMAND}\{{{_NO_UNIT}[a-zA-Z./ ()]*\}}{_POWER}$", ""),
+        (rf"(?:(?<=[0-9}})])|(?<=\\pi))\s*(?:{_IN_TEXT} ?/ ?)?{_IN_TEXT}{_POWER}$", ""),
         (rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*|[ckm]m|kg|mph){_POWER}$", ""),
         (rf"{_TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 "),
         # White space, but for one between digits and one that ends a command.
         (r"(\\[a-zA-Z]+ ) *(?=[a-zA-Z])|(?<=[0-9])( ) *(?=[0-9])| +", r"\1\2"),
         (r"([\^_])\{([0-9a-zA-Z])\}", r"\1\2"),
-        (
-            r"^(?:\u2248|\\approx(?![a-zA-Z]))|(?:\\\\\s*)?\\(?:begin|end)\{(?:align|gather|equation|split)[a-z]*\*?\}",
-            "",
-        ),
+        (r"^(?:\u2248|\\approx(?![a-zA-Z])|m? ?\\angle ?[A-Z]{1,3} ?=)", ""),
+        (r"(?:\\\\\s*)?\\(?:begin|end)\{(?:align|gather|equation|split)[a-z]*\*?\}", ""),
     )
 ]
 _CLOSING = re.compile(r"(?<![\\.,;:? ])[.,;:? ]+$")
-_CHOICE = re.compile(r"\(?([A-Z])(?:\)(?![-+*/^=<>A-Z])[^(,]*)?")
-"""The letter of a choice, which may stand with its text: '(C)', 'C', '(C)18'."""
+_CHOICE = re.compile(r"\(?([A-Z])(?:[).](?![-+*/^=<>A-Z])([^(,]*))?")
+"""The letter of a choice, which may stand with its text: '(C)', 'C', '(C)18', 'C.18'."""
 _DECIMAL = re.compile(r"-?[0-9]*\.[0-9]+")
 _PAIR = re.compile(r"\([^()\[\]]*,[^()\[\]]*\)")
 
@@ -330,15 +343,16 @@ def answers_equal(gold: str, reply: str, *, is_strict: bool = False) -> bool:
     ours, theirs = normal_form(gold), normal_form(reply)
     if ours == theirs or is_strict:
         return ours == theirs != ""
-    letter, choice = ours.strip("()"), _CHOICE.fullmatch(theirs)
-    if choice and len(letter) == 1 and letter.isupper():
-        return choice[1] == letter
+    mine, choice = _CHOICE.fullmatch(ours), _CHOICE.fullmatch(theirs)
+    if mine and choice:
+        return mine[1] == choice[1]
+    if mine and mine[2]:
+        return answers_equal(mine[2], reply)
     pairs = [(ours, theirs)]
     if ("%" in gold) is not ("%" in reply):
         # '50\%' is 50, and one half.
-        pairs += [
-            (rf"\frac{{{ours}}}{{100}}", theirs) if "%" in gold else (ours, rf"\frac{{{theirs}}}{{100}}")
-        ]
+        part = r"\frac{%s}{100}"
+        pairs += [(part % ours, theirs) if "%" in gold else (ours, part % theirs)]
     return any(_are_equal(*pair) for pair in pairs)
 
 
@@ -348,7 +362,7 @@ def _are_equal(gold: str, reply: str) -> bool:
     if value is not None and other is not None:
         return value == other or _begins(gold, other) or _begins(reply, value)
     # math-verify ignores case, 'X' is 'x' to it; and a pair is any two numbers.
-    if gold.lower() == reply.lower() or _REFUSED.search(gold) or _REFUSED.search(reply):
+    if gold.lower() == reply.lower() or any(_REFUSED.search(_SMALL.sub("1", form)) for form in (gold, reply)):
         return False
     if "," in gold and "," in reply and "=" not in gold + reply:
         return bool(_PAIR.fullmatch(gold)) is bool(_PAIR.fullmatch(reply)) and equal_by_symbols(gold, reply)
@@ -395,6 +409,7 @@ _REFUSED = re.compile(
     r"|(?<![\\a-zA-Z])(?!(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|[pbv]?matrix|array|cases)(?![a-zA-Z]))"
     r"[a-zA-Z]{3}"
 )
+_SMALL = re.compile(r"(?<![\w.)}!])[0-9]{1,2}!(?!!)|\\binom\{[0-9]{1,3}\}\{[0-9]{1,3}\}")
 # It warns that its time limits are off: these use SIGALRM, which only main threads have.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _WARM_UP = (r"\frac{1}{2}x^2+\sqrt{3}x-1", r"\left(-\infty,2\right]\cup[3,4)", r"\{1,2\}", r"x\le 2")
@@ -442,9 +457,8 @@ def _parse(form: str, *, raise_on_error: bool) -> Any:
         with suppress(AttributeError, NotImplementedError, TypeError):
             from sympy import Union
 
-            return (
-                Union(*(one.as_set() for one in formula.args)) if len(formula.free_symbols) == 1 else formula
-            )
+            is_one = len(formula.free_symbols) == 1
+            return Union(*(one.as_set() for one in formula.args)) if is_one else formula
     return formula
 
 

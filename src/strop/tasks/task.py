@@ -55,6 +55,7 @@ class TaskLimits:
         return self.stop_strings + self.base_stop_strings if is_base else self.stop_strings
 
 
+Outcomes = Sequence[Outcome]
 THINKING_TOKENS = 8192
 """Tokens that a reply may use beyond the task's own limit where thinking is on."""
 
@@ -180,18 +181,14 @@ class Task(ABC):
         """Whether replies to an example are judged beside each other. `verify` judges a group of one."""
         return False
 
-    async def verify_group(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
+    async def verify_group(self, example: Example, texts: Sequence[str], outcomes: Outcomes) -> Outcomes:
         """Judge replies beside each other, if the task `compares`; `outcomes` say what else is known of them.
 
         Raises: any exception of the verifier; then no reply of the group has a score.
         """
         raise NotImplementedError
 
-    async def verify_here(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
+    async def verify_here(self, example: Example, texts: Sequence[str], outcomes: Outcomes) -> Outcomes:
         """Complete outcomes in the run's own process, in whichever they were made: to call a server.
 
         Raises: any exception of the verifier; then no reply has a score.

@@ -56,9 +56,7 @@ CallReader = Callable[[str, "IntArray", Sequence[str]], Spoken]
 """(reply, with what its prompt had begun; its ids; functions in OpenAI's form, as JSON) -> its parts."""
 
 
-_ANALYSIS = re.compile(
-    r"<\|channel\|>analysis[^<]*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)", re.DOTALL
-)
+_ANALYSIS = re.compile(r"(?s)<\|channel\|>analysis[^<]*<\|message\|>(.*?)(?:<\|end\|>|(?=<\|start\|>)|\Z)")
 _HARMONY_MARK = re.compile(r"<\|(?:start|channel|constrain)\|>\w*|<\|(?:message|end|call|return)\|>")
 
 
@@ -210,7 +208,7 @@ def _list_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str
     return {declared} if isinstance(declared, str) else set(declared)
 
 
-_PYTHON_END = re.compile(r"</function_calls>|<\|tool_call_end\|>|\Z")
+_PYTHON_END = re.compile(r"</function_calls>|<\|(?:tool_call|python)_end\|>|\Z")
 
 
 def _read_python(text: str, start: int, schemas: Schemas) -> Iterator[tuple[ToolCall, int]]:
@@ -243,9 +241,8 @@ class _Named(ast.NodeTransformer):
 _NEVER = "(?!)"
 _LABELLED = r"[ \t]*(?:\r?\n|(?=[{\[]))"
 _BEGUN = r'\A\s*(?=\[?\s*\{\s*"(?:type|name|function)"\s*:\s*"[^"]*"\s*,\s*"(?:name|func|arg|para))'
-_FORMS: Mapping[
-    CallFormat, tuple[Callable[[str, int, Schemas], Iterator[tuple[ToolCall, int]]], str, str]
-] = {
+_Read = Callable[[str, int, Schemas], Iterator[tuple[ToolCall, int]]]
+_FORMS: Mapping[CallFormat, tuple[_Read, str, str]] = {
     # Qwen3-Coder, Qwen 3.5. Values are typed by the schema.
     "qwen-xml": (_read_xml, r"<tool_call>|(?=<function=)", _NEVER),
     # Objects or a list of them: Hermes, Qwen 3, Granite, Hunyuan, Nemotron.
@@ -253,20 +250,20 @@ _FORMS: Mapping[
     # A list, or from version 11 on NAME[ARGS]{...}.
     "mistral": (_read_json, r"\[TOOL_CALLS\]", _NEVER),
     # [NAME(KEY=VALUE)]: OLMo 3, LFM2; as the whole reply: Llama 4.
-    "python": (_read_python, r"<function_calls>|<\|tool_call_start\|>", r"\A\s*(?=\[\s*[\w.]+\()"),
+    "python": (_read_python, r"<function_calls>|<\|(?:tool_call|python)_start\|>", r"\A\s*(?=\[\s*[\w.]+\()"),
     # gpt-oss: a message to functions.NAME, in a channel of its own.
     "harmony": (_read_json, r"\bto=functions\.", _NEVER),
     # Llama 3: an object as the reply. In most of those above there is one too.
-    "llama": (_read_json, rf"<\|python_tag\|>|{_BEGUN}", r"(?=\{)"),
+    "llama": (_read_json, rf"<\|python_(?:tag|start)\|>|{_BEGUN}", r"(?=\{)"),
     # For models whose template knows no tools.
-    "fence": (_read_json, rf"```[ \t]*tool(?:_call)?{_LABELLED}", rf"```[ \t]*(?:json)?{_LABELLED}"),
+    "fence": (_read_json, rf"```[ \t]*tool(?:_call|_code)?{_LABELLED}", rf"```[ \t]*(?:json)?{_LABELLED}"),
 }
 """What reads a call behind a mark, what marks one, and what may begin one of a known tool, or prose.
 
 A reader takes text, place and schemas, yields calls and where each ends, and raises ValueError.
 """
 _END = re.compile(
-    r"\s*(?:<\|?/tool_calls?\|?>|</TOOLCALL>|</function_calls>|<\|tool_call_end\|>|<\|call\|>|```|\Z)"
+    r"\s*(?:<\|?/tool_calls?\|?>|</TOOLCALL>|</function_calls>|<\|(?:tool_call|python)_end\|>|<\|call\|>|```|\Z)"
 )
 _ANY_MARK = re.compile("|".join(mark for _, mark, _ in _FORMS.values()))
 _HEAD = re.compile(r'\s*(?:\[?\s*\{[^{}]*?"(?:name|function)"\s*:\s*"|\[\s*(?=[\w.]+\())(?P<name>[\w.-]+)')

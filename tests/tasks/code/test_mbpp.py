@@ -121,7 +121,7 @@ def test_sec_1_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path
         *({"test_list": one} for one in ([], "assert double(1) == 2", ["assert triple(1) == 3"])),
         *({"code": one} for one in ("", "def double(")),
         {"text": None},
-        *({"test_setup_code": one} for one in (["import math"], "import (")),
+        *({"test_setup_code": one} for one in (["import math"], "import (", "import numpy")),
         {"challenge_test_list": ["assert double(1) =="]},
         {"test_list": ["double(1)"], "challenge_test_list": None},
     ],

@@ -141,9 +141,7 @@ def test_the_self_test_judges_nonsense_beside_a_right_reply(tmp_path: Path) -> N
         *((wrong, "engine/judge_unparsable") for wrong in ([1.0], [1.0] * 3, 0.5, [0.5, "1"], [True, 0])),
     ],
 )
-def test_a_judge_grades_a_group_at_once(
-    tmp_path: Path, tokenizer: Tokenizer, scores: Any, right: Any
-) -> None:
+def test_a_judge_grades_groups_at_once(tmp_path: Path, tokenizer: Tokenizer, scores: Any, right: Any) -> None:
     def say(question: str) -> str:
         shown = [text for _, text in REPLY.findall(question)]
         assert sorted(shown) == ["a", "b"]

@@ -121,9 +121,7 @@ def test_a_function_returns_numbers_or_parts(
         ("return bytearray(1 << 36)", ["MemoryError"]),
     ],
 )
-def test_a_function_that_fails_leaves_its_rollout_unscored(
-    tmp_path: Path, body: str, words: list[str]
-) -> None:
+def test_a_function_that_fails_leaves_its_reply_unscored(tmp_path: Path, body: str, words: list[str]) -> None:
     (found,) = judge(spec_of(tmp_path, code=f"def score(reply, answer):\n    {body}\n"), "x")
     assert found.failure is not None
     assert (found.reward, found.is_correct) == (None, None)
@@ -237,6 +235,11 @@ def test_several_rewards_are_weighted_and_added(tmp_path: Path) -> None:
             [r"\boxed{x^2/2}"],
         ),
         ("number", "1,200", ["So 3 boxes cost $1200."], ["1201", ""]),
+        *(
+            ("math", gold, [r"\boxed{72}", "The answer is 72."], [r"\boxed{24}"])
+            for gold in ("He has 48+24=72.\n#### 72", "<answer>72</answer>", r"So \boxed{72}.", "**72**")
+        ),
+        ("exact", [[1, 2], [3]], ["[[1, 2], [3]]"], ["[1, 2]"]),
         ("letter", 1, ["(B)", "The answer is B."], ["A or B", "C"]),
     ],
 )
@@ -263,6 +266,15 @@ def test_built_in_rewards(
         ({"question": " ", "answer": "3"}, {}, ["row 41"]),
         ({"question": [{"role": "robot", "content": ""}], "answer": "3"}, {}, ["row 41", "assistant"]),
         ({**ROWS[0], "answer": "5"}, {}, ["row 41", "row 1", "'5'"]),
+        *(
+            ({"question": "Who?", "answer": one}, {"reward": reward}, ["row 41", reward])
+            for reward, answers in (
+                ("exact", [{"a": 1}, ["a"]]),
+                ("contains", [["a", "b"]]),
+                ("math", ["a " * 21]),
+            )
+            for one in answers
+        ),
     ],
 )
 def test_rows_and_settings_that_do_not_fit_are_refused_by_row(
@@ -279,6 +291,15 @@ def test_rows_and_settings_that_do_not_fit_are_refused_by_row(
 def test_a_template_names_columns_alone(tmp_path: Path, template: str) -> None:
     with pytest.raises((ValueError, DataError), match=r"task\.prompt=|row 1 has no"):
         task_of(tmp_path, prompt=template).examples(Split.TRAIN)
+
+
+def test_an_answer_may_stand_in_a_table(tmp_path: Path) -> None:
+    rows = [{"question": f"{number}?", "truth": {"value": str(number)}} for number in range(9)]
+    task = task_of(tmp_path, rows, answer="truth.value", reward="number")
+    example = task.examples(Split.TRAIN)[0]
+    assert example.answer == example.fields["question"].removesuffix("?")
+    with pytest.raises(DataError, match=r"row 1 has no truth\.other"):
+        task_of(tmp_path, rows, answer="truth.other", reward="number").examples(Split.TRAIN)
 
 
 def test_a_row_without_an_answer_is_left_out_only_where_one_is_compared(tmp_path: Path) -> None:

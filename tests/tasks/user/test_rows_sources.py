@@ -55,7 +55,7 @@ def test_any_data_set_of_a_hub_is_read_by_the_names_of_its_files(
 
 
 @pytest.mark.usefixtures("away_from_home")
-def test_a_data_set_of_one_file_is_split_and_others_are_refused_by_name(
+def test_a_data_set_of_one_file_is_split_and_others_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with tiny_hub({"questions.jsonl": lines(range(20))}, "org/one", is_dataset=True) as address:

@@ -80,10 +80,8 @@ async def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandb
     spec = SandboxSpec(limits=Limits(), min_level=min_level, mounts=mounts, env=env)
     nonce = secrets.token_hex(16)
     stdin = json.dumps({**asdict(job), "nonce": nonce}).encode()
-    async with (
-        _places(asyncio.get_running_loop()),
-        await backend.create(spec, main_source=read_runner()) as place,
-    ):
+    loop = asyncio.get_running_loop()
+    async with _places(loop), await backend.create(spec, main_source=read_runner()) as place:
         isolation = place.isolation.level.word
         try:
             result = await place.run_main(stdin=stdin, wall_limit_s=job.wall_s + _START_LIMIT_S)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import re
+import sys
 from itertools import chain
 from typing import Any
 
@@ -26,28 +28,31 @@ def read_statements(row: Row, data: DataSet) -> tuple[dict[str, Any], Any]:
     Raises: DataError naming the row, if it is malformed.
     """
     asked = [name for name in list_names(data.prompt) if name != "shown"]
-    texts = {
-        name: text_of(row, name, "") for name in list_names(data.head + data.setup + "".join(data.tests))
-    }
+    columns = list_names("".join([data.head, data.setup, *data.tests]))
+    texts = {name: text_of(row, name, "") for name in columns}
     texts |= {name: text_of(row, name) for name in (*asked, str(data.answer))}
     texts = {name: text.replace("\r\n", "\n") for name, text in texts.items()}
     shown, *hidden = ([fill(one, texts)] if "{" in one else _texts(row, one) for one in data.tests)
     code, own, tests = texts[str(data.answer)], fill(data.setup, texts), [*shown, *chain(*hidden)]
     head, used = fill(data.head, texts) or statements_of(own, Import), scope_of("\n".join([own, *tests]))
     # What the reference imports for itself may be missing here.
-    brought = [
-        one for one in body_of(code) if isinstance(one, Import) and names_of(one).binds & {*used.reads, "*"}
-    ]
+    needed = {*used.reads, "*"}
+    brought = [one for one in body_of(code) if isinstance(one, Import) and names_of(one).binds & needed]
     setup = "".join(f"{ast.unparse(one)}\n" for one in brought) + own
     defined = scope_of(head + code).binds - scope_of(statements_of(head + code, Import)).binds
     first, beside = scope_of("\n".join(shown)), scope_of(setup)
     called = used_names("\n".join(shown)), used_names("\n".join(tests)), sorted(beside.reads - beside.binds)
     known = {*dir(builtins), *defined, *first.binds, *beside.binds}
     is_python = all(map(parse, [setup, *tests])) and any("assert" in one for one in [setup, *tests])
-    if not is_python or defined.isdisjoint(first.reads) or not (first.reads <= known or "*" in beside.binds):
+    imported = re.findall(
+        r"^(?:from|import) (\w+)", statements_of("\n".join([setup, *tests]), Import), re.MULTILINE
+    )
+    is_known = is_python and {*imported} <= sys.stdlib_module_names
+    if not is_known or defined.isdisjoint(first.reads) or not (first.reads <= known or "*" in beside.binds):
+        using = sorted({*first.reads, *imported})
         raise bad_row(
-            f"{row.place}: tests use {sorted(first.reads)[:5]}, {data.answer} defines {sorted(defined)[:5]}",
-            allowed=f"Python in {', '.join(texts)}, and tests of a name that {data.answer} defines",
+            f"{row.place}: tests use {using[:5]}, {data.answer} defines {sorted(defined)[:5]}",
+            allowed=f"Python without packages in {', '.join(texts)}; tests of a name of {data.answer}",
         )
     fields = {
         **{name: texts[name].strip("\n") for name in asked},

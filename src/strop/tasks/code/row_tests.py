@@ -15,7 +15,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.judge import JudgeJob
 from strop.tasks.failures import catch_failure
-from strop.tasks.user.rewards import Reward
+from strop.tasks.user.rewards import Reward, Values
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
 _OUTSIDE = frozenset(
@@ -65,7 +65,7 @@ class PythonTests(Reward):
 
     def __init__(self, name: str, spec: SandboxSettings, *, is_published: bool) -> None:
         """`is_published`: the answers are tests that `problems` has read."""
-        self.name, self.identity = name, f"{name}-2"
+        self.name, self.identity = name, f"{name}-3"
         self._spec, self.is_published = spec, is_published
 
     def read(self, answer: Any) -> JudgeJob:
@@ -81,9 +81,7 @@ class PythonTests(Reward):
         return show_answer(value)
 
     @override
-    async def score(
-        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
-    ) -> list[Outcome]:
+    async def score(self, example: Example, values: Values, replies: Sequence[str]) -> list[Outcome]:
         tests = self.read(example.answer if self.is_published else values["answer"])
         return await asyncio.gather(*(self._judge(reply, tests) for reply in replies))
 
@@ -185,9 +183,8 @@ def _look_at(node: ast.AST, bound: set[str]) -> Iterator[str]:
             if caught & {"Exception", "AssertionError", ""} and any(has(one, _FAILING) for one in body):
                 yield "a failing assertion is caught"
         case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]):
-            if not any(
-                isinstance(one, ast.Constant) or ast.unparse(one) in vars(builtins) for one in (left, right)
-            ):
+            sides = (left, right)
+            if not any(isinstance(one, ast.Constant) or ast.unparse(one) in dir(builtins) for one in sides):
                 yield "they ask whether a value is the same one, and values are copied"
 
 

@@ -46,7 +46,7 @@ _MAX_OUTPUT_BYTES = 8 << 20
 _MAX_MESSAGE_BYTES = 32 << 20
 _MAX_DIGITS = 100_000
 """Longer numbers of the candidate's would take minutes to read, uninterruptibly."""
-_REL_TOLERANCE = 1e-6
+_REL_TOLERANCE, _ABS_TOLERANCE = 1e-6, 1e-9
 _IN_PLACE = "_strop_in_place"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
@@ -492,14 +492,17 @@ def is_same(got: Any, expected: Any) -> bool:
         got, expected = ({str(key): value for key, value in table.items()} for table in (got, expected))
         return got.keys() == expected.keys() and all(is_same(got[key], expected[key]) for key in got)
     if isinstance(expected, float) and isinstance(got, int | float):
-        return math.isclose(got, expected, rel_tol=_REL_TOLERANCE)
+        return math.isclose(got, expected, rel_tol=_REL_TOLERANCE, abs_tol=_ABS_TOLERANCE)
     return type(got) in (type(None), bool, int, float, str) and bool(got == expected)
 
 
 def is_same_output(got: str, expected: str) -> bool:
-    """Compare word by word, and numbers by their value. White space may differ."""
+    """Compare word by word, and numbers by their value; an expected 007 is a text. White space may differ."""
     ours, theirs = got.split(), expected.split()
-    return ours == theirs or is_same([*map(_read_word, ours)], [*map(_read_word, theirs)])
+    return len(ours) == len(theirs) and all(
+        one == other or (not re.match("[+-]?0[0-9]", other) and is_same(_read_word(one), _read_word(other)))
+        for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 def _read_word(word: str) -> int | float | str:

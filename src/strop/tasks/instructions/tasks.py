@@ -25,7 +25,7 @@ from strop.tasks.rows.layout import Row, bad_row
 from strop.tasks.rows.row_task import PublishedRows, RowTask, text_of
 from strop.tasks.task import right_or_wrong
 
-Constraint = dict[str, Any]
+Constraint = Mapping[str, Any]
 """An instruction as examples have it: its `id`, and its `arguments` that are present."""
 
 
@@ -198,14 +198,12 @@ class PublishedInstructions(InstructionTask):
         return prompt, constraints
 
 
-def judge(
-    benchmark: str, prompt: str, constraints: Sequence[Mapping[str, Any]], reply: str
-) -> list[tuple[bool, bool]]:
+def judge(name: str, prompt: str, constraints: Sequence[Constraint], reply: str) -> list[tuple[bool, bool]]:
     """Return the strict and the loose verdict on each instruction.
 
     Raises: LookupError if the package does not know one; ConfigError like `load_package`.
     """
-    package = load_package(benchmark)
+    package = load_package(name)
     sample = SimpleNamespace(
         prompt=prompt,
         instruction_id_list=[one["id"] for one in constraints],
@@ -214,7 +212,7 @@ def judge(
     state = random.getstate()
     random.seed(0)
     try:
-        results, _ = package.evaluate_output_for_sample(benchmark, sample, reply[:_MAX_CHARS])
+        results, _ = package.evaluate_output_for_sample(name, sample, reply[:_MAX_CHARS])
     finally:
         random.setstate(state)
     if reply.strip() and len(results) < len(constraints):

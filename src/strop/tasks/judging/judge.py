@@ -18,7 +18,7 @@ from strop.hardware import describe_machine
 from strop.hardware.busy_clock import BusyClock
 from strop.rollout import Example, Failure, FailureOwner, Outcome
 from strop.tasks.judging.pool import Handler, WorkerPool
-from strop.tasks.task import Task
+from strop.tasks.task import Outcomes, Task
 
 
 class Judge:
@@ -56,9 +56,7 @@ class Judge:
                 return outcome
             return (await self.task.verify_here(example, [text], [outcome]))[0]
 
-    async def judge_group(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
+    async def judge_group(self, example: Example, texts: Sequence[str], outcomes: Outcomes) -> Outcomes:
         """Judge replies beside each other, and add this to their outcomes; one failure is that of all.
 
         Each reply has its share of the time. Raises: like `judge`.

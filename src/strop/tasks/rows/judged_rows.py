@@ -7,7 +7,7 @@ of the file. They run in the workers that judge replies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -25,11 +25,12 @@ from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import find_boxes, warm_up
 from strop.tasks.rows.layout import DataSet, Row, bad_row
 from strop.tasks.rows.row_task import PublishedRows, RowTask, text_of
-from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward
+from strop.tasks.task import Outcomes
+from strop.tasks.user.rewards import FULL_MARKS_SLACK, RESERVED, Reward, UserReward, Values
 from strop.user_code import CodeRef, is_code
 
 SANDBOXED = "python-tests"
-_VERIFIER = "rewards-3"
+_VERIFIER = "rewards-4"
 _SYMBOLIC_LIMIT_S = 2.0
 """For sympy, whose time is not bounded by the text."""
 _ROLES = ("system", "user", "assistant")
@@ -209,9 +210,7 @@ class BuiltIn(Reward):
         return self._judge(example, reply, self._question(example))
 
     @override
-    async def score(
-        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
-    ) -> list[Outcome]:
+    async def score(self, example: Example, values: Values, replies: Sequence[str]) -> list[Outcome]:
         example = replace(example, answer=self.read_answer(values["answer"]))
         judged = (self.judge(example, reply) for reply in replies)
         return [replace(one, parts={self.name: one.parts["correct"]}) for one in judged]
@@ -343,6 +342,10 @@ class JudgedRows(RowTask):
             fields["about"] = f" about {topic}" if topic else ""
         for name in self._places if data.source is not None else ():
             text_of(replace(row, values=fields), name, "" if name == "about" else None)
+        column, _, key = (data.answer or "").partition(".")
+        if key and data.answer not in fields and isinstance(fields.get(column), dict):
+            # Such as verl's reward_model.ground_truth.
+            fields |= {f"{column}.{name}": value for name, value in fields[column].items()}
         value = fields.get(data.answer or "")
         text = value if isinstance(value, str) else ""
         found = {
@@ -353,9 +356,7 @@ class JudgedRows(RowTask):
         if data.answer_in != "all":
             fields["solution"] = text_of(replace(row, values=fields), str(data.answer))
         if found == "" != value:
-            raise bad_row(
-                f"column {data.answer} of {row.place} is {value!r:.80}", f"one with {data.answer_in}"
-            )
+            raise bad_row(f"{row.place} has {data.answer}={value!r:.80}", f"one with {data.answer_in}")
         return fields, found
 
     def answer_of(self, example: Example) -> Any:
@@ -389,15 +390,11 @@ class JudgedRows(RowTask):
         return (await self.verify_group(example, [text], [Outcome(parts={})]))[0]
 
     @override
-    async def verify_group(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> list[Outcome]:
+    async def verify_group(self, example: Example, texts: Sequence[str], outcomes: Outcomes) -> list[Outcome]:
         return await self._add_up(self._rewards, example, texts, outcomes)
 
     @override
-    async def verify_here(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> list[Outcome]:
+    async def verify_here(self, example: Example, texts: Sequence[str], outcomes: Outcomes) -> list[Outcome]:
         return await self._add_up(self._models, example, texts, outcomes)
 
     async def _add_up(
@@ -405,7 +402,7 @@ class JudgedRows(RowTask):
         rewards: Sequence[tuple[Reward, float]],
         example: Example,
         texts: Sequence[str],
-        outcomes: Sequence[Outcome],
+        outcomes: Outcomes,
     ) -> list[Outcome]:
         """Add rewards to the outcomes of replies. One that has failed is not judged further."""
         values, judged = self._values_of(example), list(outcomes)

@@ -147,9 +147,8 @@ def find_files(source: str, data: DataSet) -> Files:
         found = {next(iter(data.splits)): [folder if folder.is_file() else note_files(source, folder)]}
     else:
         paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
-        names = [
-            path.relative_to(folder).as_posix() for path in paths if _is_data(path.name) or is_saved(path)
-        ]
+        fitting = [path for path in paths if _is_data(path.name) or is_saved(path)]
+        names = [path.relative_to(folder).as_posix() for path in fitting]
         chosen = _choose(source, data, names)
         found = {split: [note_files(source, folder, one) for one in ones] for split, ones in chosen.items()}
     return {split: found.get(split, ()) for split in Split}
@@ -176,7 +175,7 @@ def _fetch(source: str, data: DataSet) -> Files:
         chosen = _choose(source, data, known or [*filter(_is_data, list_data_files(source))])
         return {split: [fetch_data_file(source, file) for file in files] for split, files in chosen.items()}
 
-    faults = []
+    faults = ["no file or folder of that name is here"]
     for find in (find_saved, find_named) if read_policy().asks_store_first else (find_named, find_saved):
         try:
             if found := find():
@@ -212,8 +211,9 @@ def _choose(source: str, data: DataSet, names: Sequence[str]) -> Mapping[Split, 
         chosen[split] = files if is_known else next(filter(None, found), ())
         if not chosen[split] and (split is needed or data.held_out):
             raise DataError(
-                f"task.source={source} has no file named {' or '.join(f'{stem}*' for stem in stems)}; its"
-                f" data files are {', '.join(names[:5]) or 'none'}",
+                f"task.source={source} {'has' if names else 'is not here, or has'} no file named"
+                f" {' or '.join(f'{stem}*' for stem in stems)}; its data files are"
+                f" {', '.join(names[:5]) or 'none'}",
                 allowed=f"a file of {', '.join(DATA_SUFFIXES)}, or a folder or hub id with such files, in"
                 f" itself, in {' or '.join(_FOLDERS[1:])}",
                 next_step="correct task.source, rename the files, or name a single file, which is then split",
@@ -288,9 +288,9 @@ def _refuse(path: Path, kind: str, cause: str, line: int | None = None) -> DataE
     """Return the error for a file that cannot be read; `kind` is the cause in a word, for tests."""
     place = "" if line is None else f"line {line}: "
     given = f"data file {path} cannot be read ({place}{cause})"
-    next_step = "mend it, or write it in another form; to change an encoding: iconv -f latin1 -t utf-8"
-    if kind == "truncated":
-        next_step = "fetch or write it again; an interrupted download looks like this"
+    known = {"truncated": "fetch or write it again; an interrupted download looks like this"}
+    known |= {"encoding": "write it in UTF-8, for example by iconv -f latin1 -t utf-8"}
+    next_step = known.get(kind, "mend it, or write it in another form")
     return DataError(given, allowed=_ALLOWED, next_step=next_step, kind=kind, line=line)
 
 
@@ -331,6 +331,10 @@ def _read_parquet(path: Path, data: bytes) -> list[Table]:
 def _to_tables(table: Any) -> list[Table]:
     """Return the rows of an Arrow table as JSON values, without the columns that number rows."""
     kept = table.select([name for name in table.column_names if not _INDEX.fullmatch(name)])
+    for index, column in enumerate(kept.schema):
+        if column.type == "float":  # The shortest decimal: 0.1, and not 0.10000000149011612.
+            numbers = kept.column(index).cast("string").cast("double")
+            kept = kept.set_column(index, column.name, numbers)
     text = json.dumps(kept.to_pylist(maps_as_pydicts="strict"), default=_spell)
     rows: list[Table] = json.loads(text, parse_constant=lambda _: None)
     return rows

@@ -99,9 +99,7 @@ def read_examples(
     """
     files = find_files(spec.source, data)
     found: dict[Split, dict[str, tuple[Example, str]]] = {split: {} for split in Split}
-    rows = {
-        split: [row for path in paths for row in read_rows(path, split)] for split, paths in files.items()
-    }
+    rows = {split: [row for one in paths for row in read_rows(one, split)] for split, paths in files.items()}
     left_out: Counter[str] = Counter()
     asked: dict[str, str] = {}
     for split in Split:

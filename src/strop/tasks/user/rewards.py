@@ -22,6 +22,8 @@ from strop.tasks.answers import show_answer
 from strop.tasks.failures import catch_failure
 from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
 
+Values = Mapping[str, Any]
+"""A row's values by column, and what else a reward may take, but for the replies."""
 Parts = dict[str, float | None]
 """Named parts of a reward; None: no score."""
 REPLY, REPLIES = "reply", "completions"
@@ -56,9 +58,7 @@ class Reward(ABC):
         return
 
     @abstractmethod
-    async def score(
-        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
-    ) -> list[Outcome]:
+    async def score(self, example: Example, values: Values, replies: Sequence[str]) -> list[Outcome]:
         """Judge replies to an example, whose row has these values; each outcome has parts of the reward.
 
         Raises: any exception that concerns all of the replies.
@@ -98,9 +98,7 @@ class UserReward(Reward):
         load_code(self.ref, self._digest)
 
     @override
-    async def score(
-        self, example: Example, values: Mapping[str, Any], replies: Sequence[str]
-    ) -> list[Outcome]:
+    async def score(self, example: Example, values: Values, replies: Sequence[str]) -> list[Outcome]:
         """Call the function. An exception of strop's form, or a score that is not allowed, fails its reply.
 
         Raises: of TRL's form TypeError if it returns no list as long as the replies; any exception of it.
@@ -124,9 +122,7 @@ class UserReward(Reward):
         scores = returned.tolist() if hasattr(returned, "tolist") else returned
         if not isinstance(scores, list | tuple) or len(scores) != len(replies):
             kind = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
-            raise TypeError(
-                f"{self.where} returned {kind} for {len(replies)} completions; allowed: a list of as many"
-            )
+            raise TypeError(f"{self.where} returned {kind} for {len(replies)} completions; allowed: as many")
         return scores
 
     async def _call(self, values: Mapping[str, Any]) -> Any:
