@@ -57,6 +57,7 @@ def test_an_engine_in_another_process_reaches_the_same_curve(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("frugal_vllm")
 def test_a_run_with_vllm_passes_the_gate_and_learns(tmp_path: Path) -> None:
     require_system_part("the environment of vLLM (make vllm-deps)", VLLM.is_ready())
     model_dir = tiny_model(tmp_path / "model", head_dim=32)

@@ -135,17 +135,17 @@ def own(task: Any) -> World:
     return task
 
 
-Script = Callable[[str], list[str]]
+Script = Callable[[str], str]
 Place = tuple[World, list[Script]]
 
 
 def once(name: str, parameter: str, **others: Any) -> Script:
-    """Return the replies of an attempt that has a text in an argument of a tool."""
-    return lambda text: [call(name, **others, **{parameter: text}), "Done."]
+    """Return the reply that has a text in an argument of a tool."""
+    return lambda text: call(name, **{**others, parameter: text})
 
 
-def reply(text: str) -> list[str]:
-    return [text]
+def reply(text: str) -> str:
+    return text
 
 
 REPAIR = code("environments.md", "class Repair")
@@ -158,10 +158,10 @@ WORLDS: Mapping[str, tuple[Callable[[], World], list[Script]]] = {
     "the workspace of the docs": (
         lambda: own(build(REPAIR, "environment.tool_limit_s=5", name="Repair")),
         [
-            *(once("bash", "command"), once("view", "path"), once("create", "path", text="a")),
-            *(once("create", "text", path="a"), once("str_replace", "path", old="a", new="a")),
-            once("str_replace", "old", path="a", new="a"),
-            once("str_replace", "new", path="a", old="a"),
+            *(once("view", "path"), once("create", "path", text="a"), once("create", "text", path="a")),
+            *(once("str_replace", name, path="a", old="a", new="a") for name in ("path", "old", "new")),
+            # Last: a command may end the attempt.
+            once("bash", "command"),
         ],
     ),
 }
@@ -181,13 +181,15 @@ def place(request: pytest.FixtureRequest) -> Place:
     return make(), scripts
 
 
-async def converse(environment: Environment, example: Example, replies: list[str]) -> tuple[str, Outcome]:
-    """Attempt an example with replies, the last one repeated; return what the world said, and the outcome."""
+async def converse(
+    environment: Environment, example: Example, scripts: list[Script], text: str
+) -> tuple[str, Outcome]:
+    """Attempt an example with a text in all places; return what the world said, and the outcome."""
     said: list[str] = []
     await environment.reset(example, 0)
-    for turn in range(environment.max_turns):
-        text = replies[min(turn, len(replies) - 1)]
-        result = await environment.step(Action(text=text, finish_reason=FinishReason.EOS))
+    assert len(scripts) <= environment.max_turns
+    for script in scripts:
+        result = await environment.step(Action(text=script(text), finish_reason=FinishReason.EOS))
         said += [message.text for message in result.messages]
         if result.done:
             break
@@ -195,22 +197,21 @@ async def converse(environment: Environment, example: Example, replies: list[str
 
 
 def play(world: World, scripts: list[Script], texts: Mapping[str, str]) -> list[tuple[str, str, Outcome]]:
-    """Play each text in each place; return its name, what the world said, and the outcome."""
+    """Play each text in all places; return its name, what the world said, and the outcome."""
     example: Example = world.examples(Split.TRAIN)[0]
 
-    async def attempt(turn: asyncio.Semaphore, kind: str, replies: list[str]) -> tuple[str, str, Outcome]:
+    async def attempt(turn: asyncio.Semaphore, kind: str, text: str) -> tuple[str, str, Outcome]:
         async with turn:
             environment = world.make_environment()
             try:
-                said, outcome = await converse(environment, example, replies)
+                said, outcome = await converse(environment, example, scripts, text)
             finally:
                 await environment.close()
         return kind, said, outcome
 
     async def play_all() -> list[tuple[str, str, Outcome]]:
         turn = asyncio.Semaphore(AT_ONCE)
-        tries = [(kind, script(text)) for script in scripts for kind, text in texts.items()]
-        return await asyncio.gather(*(attempt(turn, kind, replies) for kind, replies in tries))
+        return await asyncio.gather(*(attempt(turn, kind, text) for kind, text in texts.items()))
 
     return asyncio.run(play_all())
 
@@ -264,10 +265,9 @@ def test_no_attempt_finds_the_notes_of_another(place: Place) -> None:
         async with AsyncExitStack() as attempts:
             # All who write are there while others read.
             for text, heard in ((note, list[str]()), (read, said)):
-                for script in scripts:
-                    environment = world.make_environment()
-                    attempts.push_async_callback(environment.close)
-                    heard.append((await converse(environment, example, script(text)))[0])
+                environment = world.make_environment()
+                attempts.push_async_callback(environment.close)
+                heard.append((await converse(environment, example, scripts, text))[0])
         return "\n".join(said)
 
     for path in ("note-of-another", "/tmp/note-of-another"):

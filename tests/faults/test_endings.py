@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from strop.record import RunDir
+from tests.fixtures.attempts import start_command, wait_for_end
 from tests.fixtures.commands import Run
 from tests.fixtures.tiny_disk import tiny_disk
 
@@ -96,13 +96,12 @@ def test_a_full_disk_is_one_sentence(folder: Path, tmp_path: Path) -> None:
     """A disk that filled up in training ended in a raw traceback, and the record did not say how."""
     with tiny_disk(tmp_path / "disk", size_bytes=24 << 20) as disk:
         words = (f"output.dir={disk / 'there'}", "train.steps=500", "train.checkpoint_every=500")
-        with (folder / "out").open("wb") as out:
-            process = subprocess.Popen([*TRAIN, *words], cwd=folder, stdout=out, stderr=subprocess.STDOUT)
-            wait_until(lambda: num_steps(disk / "there") >= 1 or process.poll() is not None)
-            with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
-                while True:
-                    ballast.write(bytes(4096))
-            assert process.wait(LIMIT_S) == EXIT_FAILED
+        process = start_command(["train", "run.toml", *words], folder / "out")
+        wait_until(lambda: num_steps(disk / "there") >= 1 or not process.is_alive())
+        with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
+            while True:
+                ballast.write(bytes(4096))
+        assert wait_for_end(process) == EXIT_FAILED
         shutil.copytree(disk / "there", tmp_path / "copy", symlinks=True)
     text = (folder / "out").read_text()
     assert "Traceback" not in text

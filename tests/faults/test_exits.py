@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from strop.record import RunDir
+from tests.fixtures.attempts import start_command, wait_for_end
 
 WORLD = """
 import ctypes, os, sys
@@ -82,15 +83,16 @@ def test_a_run_whose_environment_exits_fails_by_name(
     project: Path, how: str, method: str, is_early: bool
 ) -> None:
     write_world(project, how, method, is_early=is_early)
-    ended = strop(project, "train", "run.toml")
-    assert ended.returncode not in (0, 2, 75)
+    exit_code = wait_for_end(start_command(["train", "run.toml"], project / "log"))
+    assert exit_code not in (0, 2, 75)
     run_dir = read_run(project)
     assert not run_dir.is_finished
     # The failure has the class of the exit and the user's line, and the attempt an end.
-    assert "SystemExit" in ended.stderr
-    assert "world.py:" in ended.stderr
+    said = (project / "log").read_text()
+    assert "SystemExit" in said
+    assert "world.py:" in said
     attempt = json.loads((run_dir.path / "attempts" / "1" / "attempt.json").read_text())
-    assert attempt["exit_code"] == ended.returncode
+    assert attempt["exit_code"] == exit_code
     assert len(list(run_dir.metrics.read())) == (0 if is_early else 1)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.fixtures.browser import find_chromium, open_browser
+from tests.fixtures.commands import Run
 from tests.view.served import served
 from tests.view.synthetic_run import make_run
 
@@ -117,7 +116,7 @@ def score(reply, answer, n):
 """
 
 
-def test_a_rollout_without_a_score_is_not_called_trained(folder: Path) -> None:
+def test_a_rollout_without_a_score_is_not_called_trained(folder: Path, run: Run) -> None:
     (folder / "own.py").write_text(REWARD)
     rows = [json.dumps({"q": f"{n}?", "a": str(n), "n": n}) for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
@@ -126,10 +125,8 @@ def test_a_rollout_without_a_score_is_not_called_trained(folder: Path) -> None:
     (folder / "run.toml").write_text(text.replace('"arithmetic"', settings))
     accepted = "train.accept=weights: random; audit: random"
     words = ("train", "run.toml", accepted, "train.group_size=16", "task.max_reply_tokens=16")
-    ended = subprocess.run(
-        [sys.executable, "-m", "strop.cli", *words], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run(*words)
+    assert ended.code == 0, ended.err
     with served(folder / "runs") as address:
         (listed,) = json.load(urlopen(f"{address}/api/runs"))
         asked = json.load(urlopen(f"{address}/api/rollouts?run={listed['key']}&step=1"))
