@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from strop.errors import ConfigError, describe_error, find_place
+from strop.errors import ConfigError, StropError, describe_error, find_place, split_error
 from strop.user_code.reference import CodeRef
 from strop.user_code.sources import hash_sources, list_sources
 
@@ -74,18 +74,16 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        raise _cannot(ref, doing, error) from error
-    except SystemExit as end:
-        raise _cannot(ref, doing, end) from end
-
-
-def _cannot(ref: CodeRef, doing: str, error: BaseException) -> ConfigError:
-    return ConfigError(
-        f"{ref} cannot {doing}: {_blame(error, ref)}",
-        allowed="code that runs with what is installed here",
-        next_step="mend that line, or install what it needs",
-    )
+    except (Exception, SystemExit) as error:
+        given = _blame(error, ref)
+        allowed = "code that runs with what is installed here"
+        next_step = "mend that line, or install what it needs"
+        if isinstance(error, StropError):
+            # It says itself what is allowed.
+            place = find_place(given)
+            given, allowed, next_step = split_error(str(error))
+            given = f"{given} ({place})" if place and not find_place(given) else given
+        raise ConfigError(f"{ref} cannot {doing}: {given}", allowed=allowed, next_step=next_step) from error
 
 
 def _blame(error: BaseException, ref: CodeRef) -> str:

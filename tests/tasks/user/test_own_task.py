@@ -158,7 +158,7 @@ class Settings(BaseModel):
         ('{"n": n,', '{"n": {1},', ["give its examples of train", "not JSON"]),
         ("numbers = range", "numbers = 1 / 0 or range", ["ZeroDivisionError", "(own.py:17)"]),
         ("example.fields['n']", "example.fields['m']", ["pose {'n': 2}", "KeyError: 'm'", "(own.py:21)"]),
-        ("return f", "return 3 and None and f", ["says None"]),
+        *(("return f", f"return {one} or f", ["pose {'n': 2}", one, "role"]) for one in ("5", "{'a': 1}")),
         ("return [example.answer]", "raise OSError('away')", ["pose {'n': 2}", "OSError: away"]),
         (
             "self.settings = settings",

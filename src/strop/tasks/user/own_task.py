@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cached_property
 from typing import Any
@@ -175,7 +175,7 @@ def _read_example(value: Any, name: str) -> Example:
 
 def to_messages(said: Any) -> tuple[Message, ...]:
     """Convert an author's text or messages to messages. Raises: DataError for anything else, or nothing."""
-    parts = [said] if isinstance(said, str | Message) else [*(said or ())]
+    parts = said if isinstance(said, Iterable) and not isinstance(said, str | Message | Mapping) else [said]
     messages = [Message(role="user", content=part) if isinstance(part, str) else part for part in parts]
     messages = [one if isinstance(one, Message) else Message.from_json(one) for one in messages]
     if not messages or not all(one.role and (one.text or one.tool_calls) for one in messages):
