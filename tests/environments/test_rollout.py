@@ -197,9 +197,7 @@ def test_template_that_cannot_be_extended_begins_a_new_sample(tmp_path: Path, te
 @pytest.mark.parametrize(
     ("reply", "reward"), [("3 + 4 = 7", None), ("3 + 4 = 7</think>8", 0.0), ("8</think>7", 1.0)]
 )
-def test_a_thought_that_the_prompt_opens_is_no_answer(
-    tmp_path: Path, reply: str, reward: float | None
-) -> None:
+def test_a_thought_the_prompt_opens_is_no_answer(tmp_path: Path, reply: str, reward: float | None) -> None:
     """Incident: a thought that was cut was judged, and earned full marks."""
     path = tiny_tokenizer(tmp_path) / "chat_template.jinja"
     path.write_text(path.read_text() + "{% if add_generation_prompt %}<think>\n{% endif %}")

@@ -226,11 +226,12 @@ def test_what_a_tool_returns_is_a_text_within_its_budget(tmp_path: Path, how: st
         (call("break_it", how="raise"), "RuntimeError"),
         (call("break_it", how="object"), "no_text"),
         (call("wait", seconds=600), "tool_timeout"),
+        ("Its step returns nothing.", "DataError"),
     ],
 )
 def test_a_fault_of_a_tool_is_no_reward(tmp_path: Path, reply: str, kind: str) -> None:
     limit_s = 0.05 if kind == "tool_timeout" else 60.0
-    task = build(COUNTING, f"environment.tool_limit_s={limit_s}")
+    task = build(f"{COUNTING}\n    def step(self, text): ...\n", f"environment.tool_limit_s={limit_s}")
     rollout = attempt(task, tokenizer_of(tmp_path), [reply])
     assert rollout.outcome.reward is None
     assert failed(rollout.outcome) == (FailureOwner.TASK, kind)

@@ -340,7 +340,7 @@ class PlayedWorld(Environment):
             self._is_over = True
             return ()
         returned = await finished(self._own.step(text))
-        if isinstance(returned, Message | list | tuple):
+        if isinstance(returned, Message | list | tuple | None):
             return to_messages(returned)
         return (Message(role="user", content=self._show(returned, "step")),)
 
