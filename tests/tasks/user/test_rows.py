@@ -271,7 +271,7 @@ def test_built_in_rewards(
             for reward, answers in (
                 ("exact", [{"a": 1}, ["a"]]),
                 ("contains", [["a", "b"]]),
-                ("math", ["a " * 21]),
+                *(("math", ["a " * 21]), ("number", ["5!"])),
             )
             for one in answers
         ),
