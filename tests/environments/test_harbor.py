@@ -49,7 +49,7 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
     limits = (config.agent.timeout_sec, config.verifier.timeout_sec, asked.build_timeout_sec)
     assert limits == (60.0, 5.0, 60.0)
     assert asked.network_mode == "no-network"
-    (tmp_path / "add/tests/test.sh").write_text("echo")
+    (tmp_path / "add/tests/test.sh").chmod((tmp_path / "add/tests/test.sh").stat().st_mode ^ 0o111)
     assert list_directories(tmp_path, ())["add"].digest != task.digest
 
 
@@ -210,9 +210,7 @@ def test_who_breaks_the_tests_earns_nothing(tmp_path: Path, base: str, command: 
         ("echo 2 > /logs/verifier/reward.txt\n", "ceiling"),
     ],
 )
-def test_tests_without_a_reward_are_the_tasks_failure(
-    tmp_path: Path, base: str, script: str, kind: str
-) -> None:
+def test_no_reward_is_the_tasks_failure(tmp_path: Path, base: str, script: str, kind: str) -> None:
     config = CONFIG.replace("timeout_sec = 5.0", "timeout_sec = 0.5")
     outcome = play(tmp_path, make(tmp_path, base, tests__test=script, config=config), SUBMIT).outcome
     assert failed(outcome) == (FailureOwner.TASK, kind)

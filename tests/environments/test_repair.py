@@ -138,6 +138,7 @@ def test_nothing_else_earns_it(tmp_path: Path, repository: Path, command: str, m
     rollout = play(tmp_path, make(tmp_path, repository), call("bash", command=command), SUBMIT)
     assert rollout.outcome.reward == 0.0, rollout.outcome
     assert rollout.outcome.metrics[metric] in (0.0, 1.0)
+    assert rollout.outcome.metrics.get("tests_forged", 0.0) == 0.0
 
 
 def test_an_attempt_whose_sandbox_dies_is_made_again_and_never_a_wrong_one(
