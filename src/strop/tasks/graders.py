@@ -132,7 +132,8 @@ def _read_formula(value: Any) -> str | None:
     # Solutions mark their answer as replies do.
     text = _read_text(value) or ""
     marked = marked_answer(text)
-    text = (marked.text if marked else text.rpartition("####")[2]).strip(" \n*")
+    text = (marked.text if marked else text.rpartition("####")[2]).strip()
+    text = text.removeprefix("**").removesuffix("**").strip()
     return text if len(text.split()) <= _MAX_WORDS and normal_form(text) else None
 
 

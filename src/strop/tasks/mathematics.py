@@ -47,7 +47,8 @@ _BOX = re.compile(
 )
 _JOINED = re.compile(r"\}\$?,? (?:or|and) \$?(?:[a-z] ?= ?)?\\boxed\{")
 _SENTENCE = re.compile(
-    r"\b(?:(?<!/)answer>|(?:answer|solution|root)s\s+are\b"
+    # Several answers, where nothing else follows.
+    r"\b(?:(?<!/)answer>|(?:answer|solution|root)s\s+are\b(?=(?:[^a-z]++|(?<=\\)[a-z]++|(?:and|or|[a-z])(?![a-z]))*+\Z)"
     r"|(?:answer|(?:right|correct|best) (?:choice|option))"
     r"(?:[*_\"']*\s*[:=]|\s+(?:is|(?:must|should|would) be)\b))[\s:*_=]*"
     # 'Final Answer: The final answer is' is one sentence.
@@ -138,15 +139,9 @@ def _is_expression(text: str) -> bool:
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _PARTS = {"¼": "14", "½": "12", "¾": "34", "⅓": "13", "⅔": "23"}
 PLAIN = str.maketrans(
-    {
-        "\u2212": "-",
-        "\u2013": "-",
-        "\u00b0": "",
-        "\u00b7": r"\cdot ",
-        "\u221e": r"\infty ",
-        "\u2205": r"\emptyset ",
-    }
+    {"\u2212": "-", "\u2013": "-", "\u00b0": "", "\u00b7": r"\cdot ", "\u221e": r"\infty "}
     | {sign: rf"\frac{part}" for sign, part in _PARTS.items()}
+    | {"\u2205": r"\emptyset "}
 )
 """Signs in LaTeX that math-verify does not read."""
 _FRAC = r"\\[dtc]?frac[ \t]*(\{[0-9]{1,9}\}|[0-9])[ \t]*(\{0*[1-9][0-9]{0,8}\}|[1-9])"
@@ -343,7 +338,8 @@ def answers_equal(gold: str, reply: str, *, is_strict: bool = False) -> bool:
     ours, theirs = normal_form(gold), normal_form(reply)
     if ours == theirs or is_strict:
         return ours == theirs != ""
-    mine, choice = _CHOICE.fullmatch(ours), _CHOICE.fullmatch(theirs)
+    # 'C. elegans' is no choice.
+    mine, choice = ours[1:2] != "." and _CHOICE.fullmatch(ours), _CHOICE.fullmatch(theirs)
     if mine and choice:
         return mine[1] == choice[1]
     if mine and mine[2]:
