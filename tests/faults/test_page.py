@@ -11,8 +11,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from tests.fixtures.attempts import start_command, wait_for_end
 from tests.fixtures.browser import find_chromium, open_browser
-from tests.fixtures.commands import Run
 from tests.view.served import served
 from tests.view.synthetic_run import make_run
 
@@ -116,7 +116,7 @@ def score(reply, answer, n):
 """
 
 
-def test_a_rollout_without_a_score_is_not_called_trained(folder: Path, run: Run) -> None:
+def test_a_rollout_without_a_score_is_not_called_trained(folder: Path) -> None:
     (folder / "own.py").write_text(REWARD)
     rows = [json.dumps({"q": f"{n}?", "a": str(n), "n": n}) for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
@@ -125,8 +125,7 @@ def test_a_rollout_without_a_score_is_not_called_trained(folder: Path, run: Run)
     (folder / "run.toml").write_text(text.replace('"arithmetic"', settings))
     accepted = "train.accept=weights: random; audit: random"
     words = ("train", "run.toml", accepted, "train.group_size=16", "task.max_reply_tokens=16")
-    ended = run(*words)
-    assert ended.code == 0, ended.err
+    assert wait_for_end(start_command(words, folder / "log")) == 0, (folder / "log").read_text()
     with served(folder / "runs") as address:
         (listed,) = json.load(urlopen(f"{address}/api/runs"))
         asked = json.load(urlopen(f"{address}/api/rollouts?run={listed['key']}&step=1"))

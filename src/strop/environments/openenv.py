@@ -75,10 +75,8 @@ class Openenv:
         self._socket: ClientConnection | None = None
         self._rewards: list[float | None] = []
         self._num_invalid = 0
-        best = spec.max_return
-        self.limits = TaskLimits(
-            max_reply_tokens=1024, max_reward=best, min_reward=-best, max_goldless_frac=1.0
-        )
+        top = spec.max_return
+        self.limits = TaskLimits(max_reply_tokens=1024, max_reward=top, min_reward=-top, max_goldless_frac=1)
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """Yield a seed for each attempt."""

@@ -340,6 +340,8 @@ class PlayedWorld(Environment):
             self._is_over = True
             return ()
         returned = await finished(self._own.step(text))
+        if returned is None and self._num_turns == self.max_turns:
+            return ()
         if isinstance(returned, Message | list | tuple | None):
             return to_messages(returned)
         return (Message(role="user", content=self._show(returned, "step")),)
