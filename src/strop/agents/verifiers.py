@@ -32,6 +32,7 @@ from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose
 from strop.tasks.task import TURN, Task, TaskLimits, fit_limits, hash_version, within_bounds
+from strop.tasks.user.rewards import FULL_MARKS_SLACK
 from strop.user_code import hash_sources
 
 RELEASES = {"v1": "0.4.0", "v0": "0.3.1"}
@@ -39,7 +40,6 @@ RELEASES = {"v1": "0.4.0", "v0": "0.3.1"}
 _LIMITS = TaskLimits(max_reply_tokens=1024, max_goldless_frac=1.0)
 _GRACE_S = 60.0
 """Time for the package to score an episode whose agent was stopped by its limit."""
-_FULL_MARKS_SLACK = 1e-9
 _BUDGET_STATUSES = frozenset({400, 410})
 """The face's answers to calls beyond an attempt's limits."""
 _INFRA_ERRORS = frozenset({"SandboxError", "InterceptionError", "TunnelError"})
@@ -247,5 +247,5 @@ def to_outcome(episode: Mapping[str, Any], limits: TaskLimits) -> Outcome:
         truncated=any(trace["is_truncated"] for trace in traces),
     )
     if (reward := outcome.reward) is not None:
-        outcome = replace(outcome, is_correct=reward >= limits.max_reward - _FULL_MARKS_SLACK)
+        outcome = replace(outcome, is_correct=reward >= limits.max_reward - FULL_MARKS_SLACK)
     return within_bounds(outcome, limits)

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
 import os
 import posixpath
 import re
 import secrets
 import shlex
-import shutil
-import tempfile
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -424,12 +423,14 @@ def _fails(passed: Mapping[str, bool], canary: str) -> bool:
 
 def _pack(folder: str) -> bytes:
     """Return a directory as an archive. Raises: AttemptFailed if it cannot be read."""
+    packed = io.BytesIO()
     try:
-        with tempfile.TemporaryDirectory() as temporary:
-            return Path(shutil.make_archive(f"{temporary}/packed", "tar", folder)).read_bytes()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.add(folder, arcname=".")
     except OSError as error:
         detail = f"the repository {folder} cannot be read: {error.strerror}"
         raise AttemptFailed(FailureOwner.TASK, "bad_repository", detail) from error
+    return packed.getvalue()
 
 
 def _to_outcome(*, solved: bool, **metrics: float) -> Outcome:

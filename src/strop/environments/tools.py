@@ -95,9 +95,7 @@ def _read_method(kind: type, name: str, method: Callable[..., Any]) -> Tool:
     for parameter in list(inspect.signature(method).parameters.values())[1:]:
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if parameter.name not in hints or not is_named:
-            raise _refuse(
-                f"{where} has the parameter {parameter} without a type or a name", "typed parameters"
-            )
+            raise _refuse(f"{where} has the parameter {parameter} without a type or name", "typed parameters")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], Field(default=default))
     try:
