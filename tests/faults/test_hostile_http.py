@@ -41,7 +41,7 @@ async def test_a_start_that_nobody_can_pass_on_is_refused_and_holds_no_slot(tmp_
         await it.add_node(1)
         statuses = {}
         for name, changes in UNSPEAKABLE.items():
-            body = json.dumps(start_body("a", session_id=f"S-{name}") | changes)
+            body = json.dumps(start_body(session_id=f"S-{name}") | changes)
             answer = await it.client.post("/start", content=body)
             statuses[name] = answer.status_code
         assert {name: 400 <= status < 500 for name, status in statuses.items()} == dict.fromkeys(

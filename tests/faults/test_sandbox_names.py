@@ -1,18 +1,15 @@
 """What a tenant of the sandbox service named became the host's.
 
-Its root directory was an image, its files too through podman's transports; builds took other tenants' names
-and the node's loopback address; the injected Python lay in root's home, where no user of an image may go.
+Its root directory was an image, its files too through podman's transports; pulls reached the node's loopback
+address; the injected Python lay in root's home, where no user of an image may go.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import os
 import shutil
 import socket
-import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +28,7 @@ from tests.fixtures.conformance import real_client, require_passed
 from tests.fixtures.runtime_client import SERVER, RuntimeClient, wait_for
 from tests.fixtures.runtime_processes import Processes, service_of
 from tests.fixtures.sandboxes import needs_podman
-from tests.fixtures.small_root import imported, make_small_root, podman, remove_images
+from tests.fixtures.small_root import imported, make_small_root
 
 SECRET = "a word of the operator's"
 
@@ -90,8 +87,6 @@ def test_nothing_of_the_host_is_a_sandboxs_root_by_a_clients_word(tmp_path: Path
             for name in names:
                 record = settled(tenant, name)
                 assert (name, record["status"], record["failure_kind"]) == (name, "error", "image_error")
-                found = tenant.http.get("/image_exists", params={"image": name})
-                assert (name, found.status_code, found.json()) == (name, 200, {"exists": False})
             record = settled(tenant, str(tree))
             assert record["status"] == ("running" if words else "error"), record
             if words:
@@ -157,33 +152,6 @@ def test_links_of_an_image_lead_nobody_into_the_host(tmp_path: Path) -> None:
                 tenant.stop(record)
             found = {path.name: path.read_text() for path in victim.iterdir()}
             assert (name, found) == (name, {"ptmx": SECRET})
-
-
-@pytest.mark.slow
-@needs_podman
-def test_tenants_build_nothing_on_the_node(tmp_path: Path) -> None:
-    target = f"docker.io/library/strop-test-{os.getpid()}:3.12"
-    with served(tmp_path) as (tenant, _), listener() as (address, _):
-        recipe = f"FROM scratch\nADD http://{address}/x /x\n".encode()
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-            member = tarfile.TarInfo("Dockerfile")
-            member.size = len(recipe)
-            archive.addfile(member, io.BytesIO(recipe))
-        context = {"context": ("context.tar.gz", base64.b64encode(packed.getvalue()))}
-        wait_for(tenant.nodes, bool)
-        answer = tenant.http.post("/build", files=context, data={"target_image": target})
-        try:
-            if answer.status_code == 200:
-                wait_for(
-                    lambda: tenant.http.get("/build_status", params=answer.json()).json()["status"],
-                    lambda status: status not in ("QUEUED", "WORKING"),
-                )
-            assert answer.status_code == 403
-            assert tenant.http.get("/image_exists", params={"image": target}).json() == {"exists": False}
-            assert target not in podman("images", "--format", "{{.Repository}}:{{.Tag}}")
-        finally:
-            remove_images(target)
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def test_a_full_disk_of_the_controller_begins_nothing(tmp_path: Path) -> None:
             with filler.open("wb") as file, suppress(OSError):
                 while True:
                     os.write(file.fileno(), bytes(1 << 16))
-            answer = await running.client.post("/start", json=start_body("a", session_id="s"))
+            answer = await running.client.post("/start", json=start_body(session_id="s"))
             assert answer.status_code == 503
             assert "disk is full" in answer.json()["detail"]
             filler.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -85,8 +84,7 @@ async def test_who_waits_has_its_final_address_at_once_and_is_relayed_later(tmp_
                 await plain.get(record["url"])
 
 
-async def test_all_dialects_bodies_are_taken_alike(tmp_path: Path) -> None:
-    commands: tuple[Any, ...] = ("server --port 60000", ["server", "--port", "60000"])
+async def test_a_start_may_leave_fields_out_and_have_later_ones(tmp_path: Path) -> None:
     changes: tuple[dict[str, Any], ...] = (
         {},
         {"resource_factor": 2},
@@ -95,8 +93,8 @@ async def test_all_dialects_bodies_are_taken_alike(tmp_path: Path) -> None:
 
     async with service(tmp_path) as it:
         node = await it.add_node()
-        for index, (command, more) in enumerate(itertools.product(commands, changes)):
-            record = await it.start(f"S{index}", command=command, **more)
+        for index, more in enumerate(changes):
+            record = await it.start(f"S{index}", command="server --port 60000", **more)
             order = node.sandboxes[record["runtime_id"]].order
             assert order.request.command == ("server", "--port", "60000")
             factor = more.get("resource_factor") or 1
@@ -113,13 +111,12 @@ BAD_STARTS: dict[str, tuple[Any, int]] = {
     "id with slash": ({"session_id": "a/b"}, 400),
     "id with NUL": ({"session_id": "a\0b"}, 400),
     "id that climbs": ({"session_id": ".."}, 400),
-    "id of a route": ({"session_id": "batch"}, 400),
     "long id": ({"session_id": "a" * 257}, 400),
     "no image": ({"image": ""}, 422),
     "no command": ({"command": ""}, 422),
     "open quote": ({"command": "sh -c 'a"}, 422),
-    "list of numbers": ({"command": [1]}, 422),
-    "command with NUL": ({"command": ["a\0"]}, 422),
+    "list of words": ({"command": ["a"]}, 422),
+    "command with NUL": ({"command": "a\0"}, 422),
     "user below 0": ({"run_as_user": -1}, 422),
     "user that is none": ({"run_as_user": (1 << 32) - 1}, 422),
     "factor zero": ({"resource_factor": 0}, 422),
@@ -139,7 +136,7 @@ async def test_a_bad_start_is_refused_and_starts_nothing(tmp_path: Path) -> None
     async with service(tmp_path) as it:
         found = {}
         for name, (change, _) in BAD_STARTS.items():
-            given = {"content": change} if isinstance(change, bytes) else {"json": start_body("a", **change)}
+            given = {"content": change} if isinstance(change, bytes) else {"json": start_body(**change)}
             answer = await it.client.post("/start", **given)
             found[name] = answer.status_code
             assert isinstance(answer.json()["detail"], str)
@@ -155,14 +152,14 @@ async def test_a_replayed_start_is_one_sandbox_and_another_image_is_a_conflict(t
         assert first["runtime_id"] == second["runtime_id"] == third["runtime_id"]
         assert first["url"] == second["url"] == third["url"]
         assert len(node.sandboxes) == 1
-        other = await it.client.post("/start", json=start_body("a", session_id="S1", image="img:2"))
+        other = await it.client.post("/start", json=start_body(session_id="S1", image="img:2"))
         assert other.status_code == 409
         await it.post("/stop", first["runtime_id"])
         # What ended is no conflict, and a new one has a new id and a new key.
         after = await it.start("S1", image="img:2")
         assert after["runtime_id"] != first["runtime_id"]
         assert after["session_api_key"] != first["session_api_key"]
-        assert (await it.client.get(f"/runtime/{first['runtime_id']}")).json()["status"] == "stopped"
+        assert (await it.post("/stop", first["runtime_id"])).json()["status"] == "stopped"
 
 
 async def test_a_failure_is_a_state_with_kind_cause_and_log(tmp_path: Path) -> None:
@@ -216,9 +213,8 @@ async def test_unknown_routes_methods_and_ids_are_errors_with_a_detail(tmp_path:
             ("GET", "/sessions/a%2Fb"): 404,
             ("GET", "/sessions/%00"): 404,
             ("GET", "/sessions/%2e%2e"): 404,
-            ("GET", "/runtime/unknown"): 404,
-            ("GET", "/image_exists"): 422,
-            ("POST", "/build"): 403,
+            **{("GET", path): 404 for path in ("/runtime/unknown", "/image_exists", "/registry_prefix")},
+            ("POST", "/build"): 404,
             ("GET", "/health"): 200,
             ("GET", "/liveness"): 200,
             ("GET", "/readiness"): 200,
@@ -308,7 +304,7 @@ async def test_a_slow_node_delays_no_answer_and_what_it_made_twice_is_stopped(tm
         # Its own address is the controller's, behind which the node's is.
         assert slow.sandboxes[record["runtime_id"]].relay.url != record["url"]
         async with httpx.AsyncClient(trust_env=False) as plain:
-            assert (await plain.get(record["url"] + "/alive")).status_code == 200
+            assert (await plain.get(record["url"] + "/health")).status_code == 200
         # Another node claims it too.
         other = await it.add_node()
         other.sandboxes[record["runtime_id"]] = slow.sandboxes[record["runtime_id"]]
@@ -357,7 +353,7 @@ async def test_a_quota_is_429_and_a_full_cluster_is_not(tmp_path: Path) -> None:
     async with service(tmp_path, policy=Policy(max_alive=2)) as it:
         await it.start("S1")
         await it.start("S2")
-        refused = await it.client.post("/start", json=start_body("a", session_id="S3"))
+        refused = await it.client.post("/start", json=start_body(session_id="S3"))
         assert refused.status_code == 429
         assert (await it.start("S1"))["pod_status"] == "pending"
 
@@ -403,7 +399,7 @@ async def test_killed_and_started_again_it_has_its_port_and_sandboxes_their_addr
         plain = httpx.AsyncClient(trust_env=False, verify=False)
 
         async def start(name: str) -> dict[str, Any]:
-            return dict((await client.post("/start", json=start_body("a", session_id=name))).json())
+            return dict((await client.post("/start", json=start_body(session_id=name))).json())
 
         async def look(name: str) -> dict[str, Any]:
             return dict((await client.get(f"/sessions/{name}")).json())

@@ -5,7 +5,7 @@ controller orders sandboxes from a node (`NodeOrder`). A node reports its own st
 to the controller every two seconds and after each change (`NodeReport`). All messages are JSON over HTTP; the
 classes name their routes. Both sides accept unknown fields.
 
-Source of the client's side: the protocol of openhands-workspace 1.58.0 and openhands-ai 1.11.0, in `wire.py`.
+Source of the client's side: the protocol of openhands-workspace 1.58.0, in `wire.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_OUTPUT_BYTES = 64 * MIB
 MIN_SHARE = 0.001
 """Least amount of a resource that a sandbox may ask for. With 0 it would take no slot."""
 INSIDE_PORT = 60000
-"""Where a sandbox's own server listens; the commands of all clients name it."""
+"""Where a sandbox's own server listens; the clients' commands name it."""
 
 _NO_ID = (1 << 32) - 1
 
@@ -131,11 +131,11 @@ class SandboxTerms(_Message):
 
 
 class StartRequest(_Message):
-    """`POST /start` of all dialects, parsed."""
+    """`POST /start`, parsed."""
 
     image: str
     command: tuple[str, ...]
-    """A command that came as one string is split into words. The first replaces the image's entrypoint."""
+    """Split into words as a shell would. The first replaces the image's entrypoint."""
     working_dir: str = "/"
     environment: dict[str, str] = Field(default_factory=dict)
     session_id: str
@@ -163,9 +163,6 @@ class NodeOrder(_Message):
     are answered with a `SandboxReport` when done; 404 for a sandbox that the node does not have.
     A repeated order for the same runtime id changes nothing and is answered alike. 503 says that the node
     takes no orders now; the order then goes elsewhere.
-
-    `GET {node}/images?image=` is answered with `{"exists": false}`, or with
-    `{"exists": true, "image": {"upload_time", "image_size_bytes"}}`.
     """
 
     runtime_id: str

@@ -12,7 +12,7 @@ from strop.errors import SandboxError, SandboxLost, SandboxRefused, StropError, 
 from strop.runtime.contract import FailureKind, NodeOrder, SandboxReport, State
 from strop.runtime.http_client import PROBE_BYTES, HttpClient, RequestFailed
 from strop.runtime.making import Made, Starter
-from strop.runtime.planes import SandboxFailed, is_agent_server, lost_as_failure
+from strop.runtime.planes import SandboxFailed, lost_as_failure
 from strop.runtime.ports import PortRelay, Serve, Stream
 from strop.sandbox.local import LocalSandbox
 
@@ -180,34 +180,32 @@ class HeldSandbox:
         self._set(State.READY)
 
     async def _wait_until_ready(self) -> None:
-        """Return once the address answers its clients' probes. Raises: SandboxFailed if it takes too long."""
+        """Return once the address answers its clients' probe. Raises: SandboxFailed if it takes too long."""
         deadline = time.monotonic() + _START_LIMIT_S
         wait_s = 0.02
         answer = "nothing"
         client = HttpClient(max_connections=1)
-        # Clients of other servers probe /alive only.
-        for path in ("/alive", "/health") if is_agent_server(self.order.request) else ("/alive",):
-            while True:
-                try:
-                    reply = await client.ask(
-                        "GET",
-                        self.url + path,
-                        headers={"connection": "close"},
-                        limit_s=_PROBE_LIMIT_S,
-                        max_bytes=PROBE_BYTES,
-                    )
-                    if reply.is_success:
-                        break
-                    answer = f"{reply.status}"
-                except RequestFailed as error:
-                    answer = str(error)
-                if time.monotonic() > deadline:
-                    raise SandboxFailed(
-                        FailureKind.AGENT_ERROR,
-                        f"its server did not answer GET {path} in {_START_LIMIT_S:.0f} s; last: {answer}",
-                    )
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, 0.5)
+        while True:
+            try:
+                reply = await client.ask(
+                    "GET",
+                    f"{self.url}/health",
+                    headers={"connection": "close"},
+                    limit_s=_PROBE_LIMIT_S,
+                    max_bytes=PROBE_BYTES,
+                )
+                if reply.is_success:
+                    return
+                answer = f"{reply.status}"
+            except RequestFailed as error:
+                answer = str(error)
+            if time.monotonic() > deadline:
+                raise SandboxFailed(
+                    FailureKind.AGENT_ERROR,
+                    f"its server did not answer GET /health in {_START_LIMIT_S:.0f} s; last: {answer}",
+                )
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 0.5)
 
     async def _end(self, state: State, *, failure: SandboxFailed | None = None, cause: str = "") -> None:
         if self.is_over:

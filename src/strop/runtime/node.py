@@ -268,8 +268,6 @@ class Node:
                 value = held.report()
             case "POST", ["sandboxes", runtime_id, "pause" | "resume" as verb]:
                 value = await self._operate(self._find(runtime_id), verb)
-            case "GET", ["images"]:
-                value = await self._images.describe(request.query_field("image"))
             case _:
                 raise HttpError(404, "Not Found")
         return json_answer(value)

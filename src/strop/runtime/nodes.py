@@ -16,7 +16,7 @@ from strop.runtime.keys import KeyRing
 
 ORDER_LIMIT_S = 10.0
 OPERATION_LIMIT_S = 300.0
-"""For a pause, a resume and the context of a build, which take long for large sandboxes and contexts."""
+"""For a pause and a resume, which take long for large sandboxes."""
 _PROBE_LIMIT_S = 5.0
 _MAX_CONNECTIONS = 256
 
@@ -78,27 +78,20 @@ class NodeClient:
         except (ValidationError, TypeError) as error:
             raise NodeFailed(f"{node_url} answered {verb} with something else ({error})") from error
 
-    async def find_image(self, node_url: str, image: str) -> dict[str, Any]:
-        """Return whether a node has an image. Raises: NodeFailed."""
-        return await self._ask("GET", f"{node_url}/images?{urlencode({'image': image})}")
-
     async def answers(self, url: str) -> bool:
         """Whether the server of a sandbox answers the probes of its clients at an address."""
-        for path in ("/health", "/alive"):
-            try:
-                # Without the node key. Each server is probed once, so its connection is not kept.
-                reply = await self._http.ask(
-                    "GET",
-                    url + path,
-                    headers={"connection": "close"},
-                    limit_s=_PROBE_LIMIT_S,
-                    max_bytes=PROBE_BYTES,
-                )
-            except RequestFailed:
-                return False
-            if reply.is_success:
-                return True
-        return False
+        try:
+            # Without the node key. Each server is probed once, so its connection is not kept.
+            reply = await self._http.ask(
+                "GET",
+                url + "/health",
+                headers={"connection": "close"},
+                limit_s=_PROBE_LIMIT_S,
+                max_bytes=PROBE_BYTES,
+            )
+        except RequestFailed:
+            return False
+        return reply.is_success
 
     async def close(self) -> None:
         """Close all connections."""

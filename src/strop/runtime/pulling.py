@@ -151,13 +151,6 @@ class Images:
         cause = f"image {image} cannot be pulled, {self._max_tries} times: {why}"
         raise _failed(cause, FailureKind.INFRA_LOST)
 
-    async def describe(self, image: str) -> dict[str, Any]:
-        """Return the answer to `GET {node}/images`: whether an image is here, its date and its size."""
-        facts = await self._inspect(image) if _NAME.fullmatch(image) else None
-        if facts is None:
-            return {"exists": False}
-        return {"exists": True, "image": {"upload_time": facts["Created"], "image_size_bytes": facts["Size"]}}
-
     async def close(self) -> None:
         """Cancel the running pulls."""
         pulls = list(self._pulls.values())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from starlette.routing import Route
 
 from strop.runtime.contract import FailureKind, NodeReport, State
 from strop.runtime.http_server import HttpError
-from strop.runtime.nodes import Node, NodeFailed
 from strop.runtime.queue import RESOURCES
 from strop.runtime.session import Session
 from strop.runtime.sessions import Sessions
@@ -110,24 +108,10 @@ class Routes:
         await self.sessions.wait(session)
         return self._answer(session)
 
-    async def runtime(self, request: Request) -> Response:
-        """Return a sandbox by its runtime id, in the same way."""
-        session = self.sessions.find_runtime(_owner(request), request.path_params["runtime_id"])
-        await self.sessions.wait(session)
-        return self._answer(session)
-
     async def list_all(self, request: Request) -> Response:
         """Return all sandboxes that were not stopped."""
         sessions = self.sessions.list_all(_owner(request))
         return JSONResponse({"runtimes": [self._record(session) for session in sessions]})
-
-    async def batch(self, request: Request) -> Response:
-        """Return several sandboxes; unknown ids are left out."""
-        records = []
-        for session_id in dict.fromkeys(request.query_params.getlist("ids")):
-            with suppress(HttpError):
-                records.append(self._record(self.sessions.find(_owner(request), session_id)))
-        return JSONResponse(records)
 
     async def lease(self, request: Request) -> Response:
         """Renew leases, many at once."""
@@ -139,36 +123,6 @@ class Routes:
         renewed = [session.runtime_id for session in leased]
         unknown = sorted(set(call.runtime_ids or ()) - set(renewed))
         return JSONResponse({"renewed": renewed, "unknown": unknown})
-
-    async def registry_prefix(self, _request: Request) -> Response:
-        """Return the prefix for the names of built images: none, since they stay at their node."""
-        return JSONResponse({"registry_prefix": ""})
-
-    async def warm_configs(self, _request: Request) -> Response:
-        """Return no list of quickly started sandboxes: each node has its own."""
-        return JSONResponse({"configs": []})
-
-    async def image_exists(self, request: Request) -> Response:
-        """Ask the nodes, one after the other, whether they have an image."""
-        image = request.query_params.get("image", "")
-        if not image:
-            raise HttpError(422, "image is missing")
-        failures = []
-        for node in self._nodes():
-            try:
-                answer = await self.sessions.placement.client.find_image(node.report.url, image)
-            except NodeFailed as error:
-                failures.append(str(error))
-                continue
-            if answer.get("exists"):
-                return JSONResponse(answer)
-        if failures:
-            raise HttpError(503, failures[0])
-        return JSONResponse({"exists": False})
-
-    async def refuse_build(self, _request: Request) -> Response:
-        """Refuse to build an image: who writes its steps would run them as the node's user."""
-        raise HttpError(403, "images are built by this service's operator, on its nodes")
 
     async def metrics(self, _request: Request) -> Response:
         """Return the metrics."""
@@ -202,16 +156,6 @@ class Routes:
             raise HttpError(422, f"the report is of node {report.node_id}")
         return JSONResponse(self.sessions.placement.report(report).model_dump(mode="json"))
 
-    def _nodes(self) -> list[Node]:
-        """Return the nodes, open ones with the most room first. Raises: HttpError 503 if there is none."""
-        nodes, rooms = self.sessions.placement.nodes, self.sessions.placement.admission.rooms
-        if not nodes:
-            raise HttpError(503, "no node has registered yet")
-        return sorted(
-            nodes.values(),
-            key=lambda node: (not node.is_open, -rooms[node.report.node_id].free_share()),
-        )
-
     def _answer(self, session: Session) -> Response:
         return JSONResponse(self._record(session))
 
@@ -221,18 +165,13 @@ class Routes:
 
 
 def build_routes(routes: Routes) -> list[Route]:
-    """Return the table of routes. `/sessions/batch` is matched before a session id."""
+    """Return the table of routes."""
     gets: dict[str, Endpoint] = {
         "/health": routes.health,
         "/liveness": routes.health,
         "/readiness": routes.health,
-        "/sessions/batch": routes.batch,
         "/sessions/{session_id}": routes.session,
-        "/runtime/{runtime_id}": routes.runtime,
         "/list": routes.list_all,
-        "/registry_prefix": routes.registry_prefix,
-        "/image_exists": routes.image_exists,
-        "/api/warm-runtime-configs": routes.warm_configs,
         "/metrics": routes.metrics,
         "/nodes": routes.list_nodes,
     }
@@ -242,7 +181,6 @@ def build_routes(routes: Routes) -> list[Route]:
         "/pause": routes.pause,
         "/resume": routes.resume,
         "/leases": routes.lease,
-        "/build": routes.refuse_build,
         "/nodes/{node_id}": routes.report,
     }
     return [

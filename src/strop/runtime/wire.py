@@ -1,8 +1,6 @@
 """The clients' protocol: reads their requests, and makes the record that the answers consist of.
 
-Source: the protocol of openhands-workspace 1.58.0 (dialect A), of RemoteRuntime in openhands-ai before 1.11
-(B) and of RemoteSandboxService in openhands-ai 1.11.0 (C). One reader serves all three and ignores unknown
-fields.
+Source: the protocol of openhands-workspace 1.58.0. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MAX_FACTOR = 1024.0
 POD_LOG_CHARS = 16_000
 _UNSAFE = "/?#\\\0"
 """Clients put an id into a path unescaped, so a sandbox with such an id could not be asked for."""
-_RESERVED = frozenset({".", "..", "batch"})
+_RESERVED = frozenset({".", ".."})
 _DEFAULTED = frozenset({"working_dir", "environment", "resource_factor", "lifetime_s", "image_pull_policy"})
 
 WORDS: Mapping[tuple[State, FailureKind | None], tuple[str, str]] = {
@@ -147,7 +145,6 @@ def make_record(
         "container_statuses": [waiting] if session.is_beginning else [],
         "events": events,
         "pod_logs": pod_logs,
-        "work_hosts": {},
         "failure_kind": session.failure_kind.value if session.failure_kind else None,
         "cause": session.cause,
         "refusal": session.refusal,
@@ -162,16 +159,13 @@ def make_record(
 
 
 def _read_command(value: object) -> list[str]:
-    if isinstance(value, str):
-        try:
-            words = shlex.split(value)
-        except ValueError as error:
-            raise HttpError(422, f"command cannot be split as a shell would ({error})") from error
-    elif isinstance(value, list) and all(isinstance(word, str) for word in value):
-        words = list(value)
-    else:
-        raise HttpError(422, "command is neither a text nor a list of texts")
-    if not words or not words[0] or any("\0" in word for word in words):
+    if not isinstance(value, str):
+        raise HttpError(422, "command is not a text")
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise HttpError(422, f"command cannot be split as a shell would ({error})") from error
+    if not words or not words[0] or "\0" in value:
         raise HttpError(422, "command names no program")
     return words
 

@@ -269,7 +269,7 @@ class _Service:
         }
         body = {
             "image": spec.image or _HOST_IMAGE,
-            "command": [_NAME],
+            "command": _NAME,
             "session_id": uuid.uuid4().hex,
             "sandbox": terms,
         }
@@ -282,7 +282,7 @@ class _Service:
                 failure = record["failure_kind"] or ""
                 kind = record["refusal"] or _KINDS.get(failure, "lost")
                 raise _refused(record["cause"] or "it was stopped", kind)
-            record = await self._ask("GET", f"/runtime/{record['runtime_id']}")
+            record = await self._ask("GET", f"/sessions/{record['session_id']}")
         return record
 
     async def list_all(self) -> dict[str, Any]:
