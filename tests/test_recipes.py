@@ -38,7 +38,7 @@ by_name = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 TRAINED = [path for path in RECIPES if path.stem not in ("curriculum", "judge")]
 ON_SEVERAL_GPUS = ("split-6-2", "slurm-two-nodes")
 ON_ONE_MACHINE = (
-    *("engine.kind=native", "engine.max_model_tokens=none", "placement.kind=process", "placement.engines=1"),
+    *("engine.kind=native", "engine.max_model_tokens=none", "placement.kind=ray", "placement.engines=1"),
     *("job.nodes=1", "job.train_gpus=none", "job.infer_gpus=none"),
 )
 """What is left of several engines of vLLM on Ray: one engine in a process of its own, a step ahead."""

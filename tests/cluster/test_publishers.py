@@ -54,7 +54,7 @@ def test_a_spec_gets_its_publisher(tiny_model_dir: Path, tmp_path: Path) -> None
     learner = LocalLearner(make_learner(tiny_model_dir))
 
     def build(transport: str, *, is_apart: bool = False) -> object:
-        spec = tiny_spec(placement={"kind": "process"}, engine={"transport": transport})
+        spec = tiny_spec(placement={"kind": "ray"}, engine={"transport": transport})
         return open_publisher(spec, learner, tmp_path, lambda: None, host="127.0.0.1", is_apart=is_apart)
 
     assert isinstance(build("auto"), FilePublisher)
@@ -99,7 +99,7 @@ def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_first(
     assert offered == [("nccl", "127.0.0.1", 2), ("ipc", "127.0.0.1", 2)]
     assert isinstance(build(job={"gpus": 2}, engine={"transport": "file"}), FilePublisher)
     assert isinstance(build(job={"gpus": 2}, lora={"rank": 4}), FilePublisher)
-    assert isinstance(build(placement={"kind": "process"}), FilePublisher)
+    assert isinstance(build(placement={"kind": "ray"}), FilePublisher)
 
 
 async def test_a_step_waits_until_weights_are_sent(tiny_model_dir: Path) -> None:

@@ -18,7 +18,7 @@ from strop.errors import ConfigError, EngineError
 from strop.rollout import FinishReason, Sampling
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
-from tests.fixtures.engine_server import canned_server
+from tests.fixtures.engine_actor import canned_server
 from tests.fixtures.tiny_tokenizer import EOS_TEXT
 
 VLLM = {"data": [{"id": "org/name", "owned_by": "vllm"}]}

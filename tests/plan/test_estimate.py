@@ -268,7 +268,7 @@ def test_stages_hide_each_other_as_far_as_staleness_allows() -> None:
 
 
 def test_more_devices_share_the_work() -> None:
-    spec = make_spec(placement={"kind": "process"})
+    spec = make_spec(placement={"kind": "ray"})
     devices = make_speeds(is_processor=False, memory_bytes=10**9)
     one = estimate_time(make_work(spec), devices)
     four = RoleCounts(num_learners=1, num_engines=4, num_workers=0, is_shared=False)
@@ -337,7 +337,7 @@ def test_a_judge_of_the_run_is_counted_on_its_own_gpu_or_on_the_engines() -> Non
 def test_weights_that_cross_gpus_take_no_way_through_the_cpu() -> None:
     devices = make_speeds(is_processor=False, memory_bytes=10**9)
     sizes = {"train": {"prompts_per_step": 4, "group_size": 4, "steps": 10}}
-    by_file = make_spec(placement={"kind": "process"}, **sizes)
+    by_file = make_spec(placement={"kind": "ray"}, **sizes)
     across = make_spec(job={"train_gpus": 2, "infer_gpus": 3}, **sizes)
     num_bytes = SIZE.num_params * 2
     link, copy = devices.link_gb_per_s * 1e9, devices.copy_gb_per_s * 1e9
@@ -353,13 +353,13 @@ def test_weights_that_cross_gpus_take_no_way_through_the_cpu() -> None:
 
 def test_the_plan_says_what_would_help_most() -> None:
     devices = make_speeds(is_processor=False, memory_bytes=10**9)
-    slow = estimate_time(make_work(make_spec(placement={"kind": "process"})), devices)
+    slow = estimate_time(make_work(make_spec(placement={"kind": "ray"})), devices)
     # Generating takes 0.9 s and learning 1.4 s: to let them overlap saves most.
     assert slow.relief is not None
     assert slow.relief.setting == "train.max_staleness=1"
     assert slow.relief.step_s == pytest.approx(slow.step_parts[2].amount, rel=0.01)
     stale = make_spec(
-        placement={"kind": "process"},
+        placement={"kind": "ray"},
         train={"prompts_per_step": 4, "group_size": 4, "steps": 10, "max_staleness": 1},
     )
     found = estimate_time(make_work(stale), devices).relief
@@ -372,7 +372,7 @@ def test_the_plan_says_what_would_help_most() -> None:
 
 
 def test_ranks_share_the_state_and_engines_the_rows() -> None:
-    spec = make_spec(placement={"kind": "process"})
+    spec = make_spec(placement={"kind": "ray"})
     layout = RoleCounts(num_learners=2, num_engines=4, num_workers=3, is_shared=False)
     learner, engine, worker = list_roles(spec, SIZE, layout, 8, 10, device_bytes=10**9)
     assert (learner.count, engine.count, worker.count) == (2, 4, 3)
@@ -395,7 +395,7 @@ def test_ranks_share_the_state_and_engines_the_rows() -> None:
 
 def test_vllm_takes_the_memory_that_it_is_given() -> None:
     def engine_of(device_bytes: int | None, **settings: Any) -> RoleMemory:
-        spec = make_spec(placement={"kind": "process"}, engine={"kind": "vllm", **settings})
+        spec = make_spec(placement={"kind": "ray"}, engine={"kind": "vllm", **settings})
         layout = count_roles(spec, is_processor=device_bytes is None)
         return list_roles(spec, SIZE, layout, 8, 10, device_bytes=device_bytes)[1]
 
@@ -433,8 +433,8 @@ def test_one_process_shares_its_device() -> None:
     assert count_roles(make_spec(), is_processor=False) == RoleCounts(
         num_learners=1, num_engines=1, num_workers=0, is_shared=True
     )
-    assert not count_roles(make_spec(placement={"kind": "process"}), is_processor=False).is_shared
-    assert count_roles(make_spec(placement={"kind": "process"}), is_processor=True).is_shared
+    assert not count_roles(make_spec(placement={"kind": "ray"}), is_processor=False).is_shared
+    assert count_roles(make_spec(placement={"kind": "ray"}), is_processor=True).is_shared
     (together,) = list_roles(make_spec(), SIZE, count_roles(make_spec(), is_processor=True), 8)
     assert together.role == "learner and engine"
     assert together.program_bytes == 400_000_000

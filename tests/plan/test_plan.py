@@ -203,13 +203,13 @@ def test_a_name_that_is_no_model_is_refused(plan_it: PlanIt) -> None:
 
 
 def test_a_plan_for_other_hardware_has_its_memory_and_roles(plan_it: PlanIt) -> None:
-    here = plan_it("placement.kind=process")
+    here = plan_it("placement.kind=ray")
     assert [role.role for role in here.roles] == ["learner", "engine"]
     assert here.memory is not None
     # What both hold without their programs is what the machine's memory is compared with.
     parts = sum(part.amount for role in here.roles for part in role.parts)
     assert parts == here.memory.needed_bytes
-    there = plan_it("placement.kind=process", accelerator=find_accelerator("l4"))
+    there = plan_it("placement.kind=ray", accelerator=find_accelerator("l4"))
     assert (there.hardware, there.memory) == ("l4", None)
     assert [role.available_bytes for role in there.roles] == [24 * 10**9] * 2
     assert there.warnings == ()
@@ -218,7 +218,7 @@ def test_a_plan_for_other_hardware_has_its_memory_and_roles(plan_it: PlanIt) -> 
     assert there.time.step_s < here.time.step_s
     # A card with 1 MB of memory.
     tiny = find_accelerator("l4").model_copy(update={"memory_gb": 0.001, "name": "tiny"})
-    warnings = plan_it("placement.kind=process", accelerator=tiny).warnings
+    warnings = plan_it("placement.kind=ray", accelerator=tiny).warnings
     assert warnings[0].startswith("memory of the learner: ")
     assert "and one tiny has 0.0 GB; the largest part is " in warnings[0]
 

@@ -141,7 +141,7 @@ def test_workers_prefer_the_nodes_without_gpus() -> None:
             {"placement": {"kind": "inline"}, "job": {"train_gpus": 1, "infer_gpus": 1}},
             "the GPUs for generation would be idle",
         ),
-        ({"placement": {"kind": "process", "engines": 2}}, "only Ray starts several processes"),
+        ({"placement": {"kind": "ray", "engines": 2}}, "only Ray starts several processes"),
         ({"placement": {"rollout_workers": 3, "engines": 2}}, "some engines would have fewer workers"),
         ({"placement": {"rollout_workers": 0}, "job": {"gpus": 1, "env_gpus": 1}}, "for job.env_gpus"),
         ({"job": {"gpus": 1, "judge_gpus": 1}}, "the run starts 0 judges"),

@@ -35,7 +35,7 @@ def compose(
     mode = settings.pop("update_mode", "drain")
     train = {"steps": NUM_STEPS, "max_staleness": 1, "checkpoint_every": 2, "keep_checkpoints": 9, **settings}
     spec = tiny_spec(
-        train=train, placement={"kind": "process"}, engine={"update_mode": mode}, algorithm=algorithm
+        train=train, placement={"kind": "ray"}, engine={"update_mode": mode}, algorithm=algorithm
     )
     placement = ApartPlacement(spec, model_dir, root / "weights")
     run_dir = run_dir or new_run(root)

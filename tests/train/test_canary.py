@@ -152,7 +152,7 @@ def test_an_evaluation_that_is_due_is_one_of_the_weights_of_its_step(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     train = {"steps": 5, "max_staleness": 4}
-    spec = tiny_spec(train=train, eval={"every": 2}, placement={"kind": "process"})
+    spec = tiny_spec(train=train, eval={"every": 2}, placement={"kind": "ray"})
     placement = ApartPlacement(spec, tiny_model_dir, tmp_path / "weights")
     served: dict[int, int] = {}
     sent: list[int] = []
@@ -170,7 +170,7 @@ def test_an_evaluation_that_is_due_is_one_of_the_weights_of_its_step(
 def test_weights_that_a_step_did_not_move_are_not_sent_again(tmp_path: Path, tiny_model_dir: Path) -> None:
     """And what is sampled next is sampled all the same: the engine serves what the step has made."""
     drop = {"zero_variance": "drop"}
-    spec = tiny_spec(train={"steps": 2}, algorithm=drop, placement={"kind": "process"})
+    spec = tiny_spec(train={"steps": 2}, algorithm=drop, placement={"kind": "ray"})
     placement = ApartPlacement(spec, tiny_model_dir, tmp_path / "weights")
     sent: list[int] = []
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), placement=placement, task=PaysAlways())
@@ -201,7 +201,7 @@ class Watched:
 def test_a_receipt_for_anything_but_what_was_published_ends_the_run(
     tmp_path: Path, tiny_model_dir: Path, is_apart: bool, change: dict[str, Any]
 ) -> None:
-    spec = tiny_spec(placement={"kind": "process"} if is_apart else {})
+    spec = tiny_spec(placement={"kind": "ray"} if is_apart else {})
     placement = ApartPlacement(spec, tiny_model_dir, tmp_path / "weights") if is_apart else None
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), placement=placement)
     named = r"version 7 \(" if "version" in change else r"version 0 \(eeeeeeeeeeee\)"
@@ -242,7 +242,7 @@ def test_nothing_is_made_of_weights_before_they_are_proven(
     causes: list[str],
 ) -> None:
     """No check of the gate, no evaluation and no checkpoint, although all are due."""
-    spec = tiny_spec(train={"checkpoint_every": 1}, eval={"every": every}, placement={"kind": "process"})
+    spec = tiny_spec(train={"checkpoint_every": 1}, eval={"every": every}, placement={"kind": "ray"})
     placement = ApartPlacement(spec, tiny_model_dir, tmp_path / "weights", make_engine=make_engine)
     seen: list[int] = []
 
@@ -277,7 +277,7 @@ class Forgetful(NativeEngine):
 def test_a_replica_samples_nothing_before_it_has_shown_what_it_computes_with(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    spec = tiny_spec(train={"steps": 2}, placement={"kind": "process"})
+    spec = tiny_spec(train={"steps": 2}, placement={"kind": "ray"})
     placement = ApartPlacement(spec, tiny_model_dir, tmp_path / "weights")
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), placement=placement)
     replicas: list[Forgetful] = []

@@ -306,7 +306,7 @@ def test_a_run_with_a_foreign_tokenizer_is_refused_although_its_weights_are_acce
 def test_a_tokenizer_with_ids_that_the_model_lacks_is_refused_wherever_the_engine_is(tmp_path: Path) -> None:
     """Before the gate, engines of other processes are asked about a fixed text."""
     model_dir = make_model(tmp_path / "model", vocab_size=30, pad_token_id=None, eos_token_id=7)
-    spec = tiny_spec(placement={"kind": "process"})
+    spec = tiny_spec(placement={"kind": "ray"})
     placement = ApartPlacement(spec, model_dir, tmp_path / "weights")
     made = Composition(spec, model_dir, new_run(tmp_path / "runs"), placement=placement)
     with pytest.raises(CheckRefused, match=r"tokenizer: 262 ids of a model with 30; its ids go up to 261"):

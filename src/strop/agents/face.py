@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from strop.agents.protocol import FORMS, ModelRequest, Refused, read_request
-from strop.engine.server import LOOPBACK, listen
-from strop.engine.wire import require_server_part
+from strop.engine.chat import LOOPBACK, listen
+from strop.engine.openai import require_server_part
 from strop.environments.recording import Call, CallsUsedUp, CallTooLong, Recorder
 from strop.errors import ConfigError, DataError, StropError, describe_error
 

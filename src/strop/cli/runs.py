@@ -207,7 +207,7 @@ def view(
     notes: Annotated[bool, typer.Option("--notes", help="Let the page write a run's notes.md.")] = False,
 ) -> None:
     """Show runs in a browser, live: curves, rollouts token by token, alarms, comparisons."""
-    from strop.engine.wire import require_server_part
+    from strop.engine.openai import require_server_part
 
     require_server_part("starlette", "the page")
     from strop.view.server import Address, serve

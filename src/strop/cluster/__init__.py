@@ -1,8 +1,8 @@
 """Placements: they start the roles of a run, connect them, and stop them all.
 
-A role is the policy's learner or an engine. `inline` keeps both in one process over one set of
-weights; `process` runs the engine in a separate process and sends weights by file; `ray` makes every role an
-actor. The loop gets the same `Roles` from each and cannot tell them apart.
+A role is the policy's learner or an engine. `inline` keeps both in one process over one set of weights; `ray`
+makes every role an actor, on this machine or on all nodes of a job. The loop gets the same `Roles` from each
+and cannot tell them apart.
 Placements import torch; import them by path, or let `contract.build_placement` do it.
 """
 

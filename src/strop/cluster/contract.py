@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from strop.engine.contract import Engine, WeightUpdate
 from strop.errors import ConfigError
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from strop.policy.packing import PackedGroup
     from strop.spec.run import RunSpec
     from strop.store import ModelHandle
+
+
+T = TypeVar("T")
 
 
 class LearnerRole(Protocol):
@@ -184,30 +187,28 @@ class Placement(Protocol):
         ...
 
 
-async def start_all(start: Callable[[], Awaitable[Roles]], stop: Callable[[], Awaitable[None]]) -> Roles:
+async def start_all(start: Callable[[], Awaitable[T]], stop: Callable[[], Awaitable[None]]) -> T:
     """Start all roles. If `start` fails or is cancelled, `stop` runs first."""
     async with AsyncExitStack() as undo:
         undo.push_async_callback(stop)
-        roles = await start()
+        started = await start()
         undo.pop_all()
-    return roles
+    return started
 
 
-def build_placement(spec: RunSpec, source: ModelHandle, work_dir: Path) -> Placement:
+def build_placement(
+    spec: RunSpec, source: ModelHandle, work_dir: Path, judges: Mapping[str, ModelHandle] | None = None
+) -> Placement:
     """Build the placement of `spec.layout`; nothing is started yet.
 
-    The placement keeps logs and other files in `work_dir`, which need not exist.
+    The placement keeps logs and other files in `work_dir`, which need not exist. `judges` are the models of
+    the judges that the run starts, by name.
     """
-    # Imported inside the branches: all import torch, and Ray is an extra.
-    kind = spec.layout.kind
-    if kind == "process":
-        from strop.cluster.local import ProcessPlacement
-
-        return ProcessPlacement(spec, source, work_dir)
-    if kind == "ray":
+    # Imported inside the branches: both import torch, and Ray is an extra.
+    if spec.layout.kind == "ray":
         from strop.cluster.ray.placement import RayPlacement
 
-        return RayPlacement(spec, source, work_dir)
+        return RayPlacement(spec, source, work_dir, judges=judges)
     from strop.cluster.local import InlinePlacement
 
     return InlinePlacement(spec, source)

@@ -1,18 +1,10 @@
-"""One machine: a learner in this process, the engine beside it or in a child with a copy of the model.
-
-`InlinePlacement` has one model in memory and no weight copy; publishing only names the new version.
-`ProcessPlacement` sends weights by file, `v000012.safetensors`, with version and digest: in shared memory, or
-in `<work_dir>/weights` where that has no room or `engine.transport` is 'file'. The child dies with this
-process, however it ends, and writes `<work_dir>/engine.log` from its first byte. `stop` removes all other
-files of the placement under `work_dir`.
-"""
+"""One process: learner and engine over one model in memory. Publishing only names the new version."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from contextvars import copy_context
 from functools import partial
 from itertools import count
@@ -21,18 +13,9 @@ from typing import TypeVar
 
 import torch
 
-from strop.cluster.contract import LearnerRole, Publisher, Roles, Scorer, start_all
-from strop.cluster.engine_process import EngineProcess
-from strop.cluster.publishers import (
-    clear_publications,
-    has_memory_room,
-    open_memory_dir,
-    open_publisher,
-)
+from strop.cluster.contract import LearnerRole, Roles, Scorer
 from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
-from strop.engine.server import LOOPBACK
-from strop.errors import EngineError
 from strop.hardware import free_memory_bytes
 from strop.hardware.tuning import compute_in_thread
 from strop.policy.device_wires import DeviceSender, Wire, device_digest, send_copies
@@ -44,7 +27,6 @@ from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import FrozenModel
 from strop.policy.sharded import shard_frozen, shard_learner
-from strop.policy.weights import weights_digest
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
@@ -283,80 +265,3 @@ class InlinePlacement:
         if self._roles is not None:
             await self._roles.engine.close()
             self._roles = None
-
-
-class ProcessPlacement:
-    """Learner here, engine in a child process."""
-
-    def __init__(self, spec: RunSpec, source: ModelHandle, work_dir: Path) -> None:
-        self._spec = spec
-        self._source = source
-        self._process = EngineProcess(spec, source.path, work_dir)
-        self._work_dir = work_dir.absolute()
-        self._weights_dir = self._work_dir / "weights"
-        self._memory = ExitStack()
-        self._publisher: Publisher | None = None
-
-    @property
-    def engine_pid(self) -> int | None:
-        """Process id of the engine, None while there is none."""
-        return self._process.pid
-
-    async def start(self) -> Roles:
-        """Start the engine, load the learner meanwhile, and have both hold the same weights.
-
-        Raises: EngineError with the engine's last log lines if it does not come up; ConfigError if
-        the model cannot be loaded or the server extra is missing; StoreError if `work_dir` cannot be
-        written.
-        """
-        return await start_all(self._start, self.stop)
-
-    async def stop(self) -> None:
-        """End the engine's process and remove key and weight files. May be called at any time, and twice."""
-        await self._process.stop()
-        if self._publisher is not None:
-            await self._publisher.close()
-            self._publisher = None
-        self._memory.close()
-        self._weights_dir = self._work_dir / "weights"
-
-    async def _start(self) -> Roles:
-        clear_publications(self._weights_dir)
-        self._process.launch()
-        # In a thread where rollouts run during a step.
-        learner = LocalLearner(
-            build_learner(self._spec, self._source), is_async=self._spec.train.max_staleness > 0
-        )
-        if self._spec.engine.transport == "auto" and has_memory_room(self._source.path):
-            self._weights_dir = self._memory.enter_context(open_memory_dir())
-        self._publisher = publisher = open_publisher(
-            self._spec,
-            learner,
-            self._weights_dir,
-            lambda: self._process.served_version,
-            host=LOOPBACK,
-        )
-        engine = await self._process.connect()
-        tokenizer = Tokenizer.load(self._source.path)
-        # An engine with other weights or another tokenizer than the learner's is refused.
-        health = await engine.health()
-        actual, expected = health.model_digest, weights_digest(learner.local.model)
-        if actual != expected:
-            raise EngineError(
-                f"the engine loaded weights with digest {actual[:12]} from {self._source.path}",
-                allowed=f"those of the learner, {expected[:12]}",
-                next_step="see that nothing writes to the model directory, then start the run again",
-            )
-        if health.tokenizer_digest != tokenizer.digest:
-            raise EngineError(
-                f"the engine has a tokenizer with digest {health.tokenizer_digest}",
-                allowed=f"that of the policy, {tokenizer.digest}: ids would mean other texts",
-                next_step="give engine and learner one model directory, then start the run again",
-            )
-        await engine.update(await publisher.publish())
-        return Roles(
-            learner=learner,
-            engine=engine,
-            publisher=publisher,
-            tokenizer=tokenizer,
-        )

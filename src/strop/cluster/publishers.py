@@ -1,28 +1,23 @@
-"""Publishers of the learner's weights for engines: by file, or by sending.
+"""Publishers of the learner's weights for engines: by file, or from GPU to GPU.
 
-`engine.transport` chooses one, with `auto` by the machines of the roles (`choose_transport`). A file is in
-shared memory where all roles are on one machine and it has room (`open_memory_dir`).
+A file is in shared memory where that has room (`open_memory_dir`); an engine on another node is sent it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from strop.cluster.contract import LearnerRole, Publisher
-from strop.cluster.engine_process import can_swap_adapters
 from strop.engine.contract import WeightTransport, WeightUpdate
+from strop.engine.loading import can_swap_adapters
 from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
 from strop.policy.device_wires import Wire
 from strop.policy.footprint import read_model_size
-from strop.policy.publication import WeightSender
 from strop.spec.run import RunSpec
 
 _WEIGHTS_SUFFIX = ".safetensors"
@@ -63,7 +58,7 @@ class FilePublisher:
         if acknowledged is not None:
             for path in _published(self._weights_dir):
                 if int(path.stem[1:]) < acknowledged:
-                    _remove(path)
+                    remove_publication(path)
         version = self._learner.version
         is_adapter = self._sends_adapters and self.find_acknowledged() is not None
         path = _make_place(self._weights_dir, version, "" if is_adapter else _WEIGHTS_SUFFIX)
@@ -84,7 +79,7 @@ class FilePublisher:
 def clear_publications(weights_dir: Path) -> None:
     """Remove every publication: they are only for transport."""
     for path in _published(weights_dir):
-        _remove(path)
+        remove_publication(path)
     if weights_dir.is_dir() and not any(weights_dir.iterdir()):
         weights_dir.rmdir()
 
@@ -104,56 +99,12 @@ def _published(weights_dir: Path) -> list[Path]:
     return [path for name in names for path in weights_dir.glob(name)]
 
 
-def _remove(path: Path) -> None:
+def remove_publication(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-class BroadcastPublisher:
-    """Publishes by sending: every engine receives the tensors from this process, and no file stays.
-
-    Sending runs in the background, because engines fetch when the update reaches them.
-    """
-
-    def __init__(self, learner: LearnerRole, weights_dir: Path, *, host: str, num_receivers: int) -> None:
-        """`weights_dir` holds the learner's tensors briefly; all receivers reach `host`.
-
-        Fewer than `num_receivers` may come: a lost one does not block the others.
-
-        Raises: StoreError if `host` is no address of this machine.
-        """
-        self._learner = learner
-        self._weights_dir = weights_dir.absolute()
-        self._num_receivers = num_receivers
-        self._sender = WeightSender(host)
-        self._num_sent = 0
-
-    async def publish(self) -> WeightUpdate:
-        """Send the learner's compute copies to the engines that get the update.
-
-        Raises: StoreError if they cannot be written.
-        """
-        version = self._learner.version
-        path = _make_place(self._weights_dir, version, _WEIGHTS_SUFFIX)
-        digest = await self._learner.write_weights(path)
-        tensors = await asyncio.to_thread(load_file, path)
-        path.unlink()
-        self._num_sent += 1
-        name = f"v{version:06d}-{self._num_sent}"
-        self._sender.offer(name, tensors, self._num_receivers)
-        return WeightUpdate(
-            version=version,
-            digest=digest,
-            transport=WeightTransport.BROADCAST,
-            path=self._sender.address(name),
-        )
-
-    async def close(self) -> None:
-        """End sending. To be called after the engines have ended: it does not wait for lost ones."""
-        await asyncio.to_thread(self._sender.close)
-        clear_publications(self._weights_dir)
 
 
 class DevicePublisher:
@@ -187,16 +138,6 @@ class DevicePublisher:
         await self._first.close()
 
 
-def choose_transport(setting: str, *, is_apart: bool) -> str:
-    """Return the transport of weights: 'file' or 'broadcast'.
-
-    `setting` is `engine.transport`; `is_apart`: the roles are on several machines.
-    """
-    if setting != "auto":
-        return setting
-    return "broadcast" if is_apart else "file"
-
-
 def open_publisher(
     spec: RunSpec,
     learner: LearnerRole,
@@ -204,27 +145,17 @@ def open_publisher(
     find_acknowledged: Callable[[], int | None],
     *,
     host: str,
-    is_apart: bool = False,
 ) -> Publisher:
-    """Return the publisher of a run.
-
-    All engines reach the learner's machine at `host`.
-    Raises: StoreError if `host` is no address of this machine.
-    """
-    transport = choose_transport(spec.engine.transport, is_apart=is_apart)
+    """Return the publisher of a run. All engines reach the learner's machine at `host`."""
     layout = spec.layout
-    # Each of vLLM's workers is a receiver.
-    num_receivers = layout.num_engines * layout.tensor_parallel
     files = FilePublisher(learner, weights_dir, find_acknowledged, sends_adapters=can_swap_adapters(spec))
-    sent: Publisher = files
-    if transport == "broadcast":
-        sent = BroadcastPublisher(learner, weights_dir, host=host, num_receivers=num_receivers)
     # Not for adapters, which are small or merged on the CPU.
-    is_whole = spec.lora.rank is None and spec.engine.transport in ("auto", "broadcast")
-    if is_whole and layout.has_gpus and learner.device == "cuda":
+    if spec.lora.rank is None and layout.has_gpus and learner.device == "cuda":
         wire: Wire = "ipc" if layout.is_shared else "nccl"
-        return DevicePublisher(learner, sent, wire, host=host, num_receivers=num_receivers)
-    return sent
+        # Each of vLLM's workers is a receiver.
+        num_receivers = layout.num_engines * layout.tensor_parallel
+        return DevicePublisher(learner, files, wire, host=host, num_receivers=num_receivers)
+    return files
 
 
 def has_memory_room(model_dir: Path, *, reserved_bytes: int = 0) -> bool:

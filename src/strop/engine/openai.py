@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from strop.engine.contract import (
     WeightUpdate,
     closed,
 )
-from strop.engine.wire import require_server_part
 from strop.errors import ConfigError, EngineError
 from strop.rollout import FinishReason, IntArray
 from strop.tokenizer import Tokenizer
@@ -214,3 +214,18 @@ class OpenAiEngine:
             " log-probabilities, for evaluation",
             next_step="read the server's log, or evaluate the model's own files",
         )
+
+
+def require_server_part(module: str, user: str = "a server") -> None:
+    """Check that a module of the `server` extra is installed, which `user` needs.
+
+    Raises: ConfigError naming the extra if it is missing.
+    """
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{user} needs the Python module {module!r}, which is missing",
+            allowed="an installation with the server extra",
+            next_step="run `pip install strop[server]`",
+        ) from error

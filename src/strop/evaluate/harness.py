@@ -23,9 +23,8 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
-from strop.engine.openai import KEY_VARIABLE
+from strop.engine.openai import KEY_VARIABLE, require_server_part
 from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, find_python
-from strop.engine.wire import require_server_part
 from strop.errors import ConfigError, CorruptRecord, EngineError
 from strop.evaluate.result import Record
 from strop.hardware.gpus import read_gpus

@@ -297,7 +297,7 @@ def _take_code(
 def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[RolePlan]:
     """Return the processes of a job, with the GPUs that `spec.layout` gives each on its node.
 
-    Raises: ConfigError if weights would travel in a file that nodes do not share, or the run names a cluster.
+    Raises: ConfigError if the run names a cluster.
     """
     job = spec.job
     if spec.ray.address is not None:
@@ -310,13 +310,6 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
     layout = spec.layout
     roles = [RolePlan(name="train", argv=argv, gpus=layout.nodes[0].gpus)]
     if layout.kind == "ray" and job.nodes > 1:
-        if not site.profile.has_shared_disk and spec.engine.transport == "file":
-            raise ConfigError(
-                f"engine.transport is file with job.nodes={job.nodes} on {site.name}, whose hosts see no"
-                " common disk",
-                allowed="broadcast or store; auto chooses the first between nodes",
-                next_step="leave engine.transport out",
-            )
         join = (python, "-m", RAY_NODE_MODULE, "{run}")
         first_to_generate = job.nodes - job.infer_nodes
         shares = {"others": layout.nodes[1]}

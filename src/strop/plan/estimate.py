@@ -297,8 +297,7 @@ def sync_s(work: Work, speeds: Speeds, layout: RoleCounts) -> float:
     num_sent = work.size.num_params if adapters is None else adapters
     num_bytes = num_sent * COPY_BYTES[work.spec.model.dtype]
     link, engine = speeds.link_gb_per_s * 1e9, work.spec.engine
-    is_whole = adapters is None and engine.transport in ("auto", "broadcast")
-    if is_whole and work.spec.layout.has_gpus and not speeds.is_processor:
+    if adapters is None and work.spec.layout.has_gpus and not speeds.is_processor:
         num_receivers = layout.num_engines * (engine.tensor_parallel or 1)
         # Each of several ranks gathers the others' shards, once for the digest and once to send.
         gathered = 2 * num_bytes * (layout.num_learners - 1) / layout.num_learners

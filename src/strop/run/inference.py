@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -359,14 +358,10 @@ async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[
                 max_num_seqs=max_num_seqs,
             )
             stack.push_async_callback(engine.close)
-        elif spec.placement.kind == "process" or spec.engine.kind == "vllm":
-            from strop.cluster.engine_process import EngineProcess
+        elif spec.placement.kind == "ray" or spec.engine.kind == "vllm":
+            from strop.cluster.ray.placement import serve_engine
 
-            work_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="strop-engine-"))
-            process = EngineProcess(spec, model.path, Path(work_dir), version=model.step)
-            stack.push_async_callback(process.stop)
-            process.launch()
-            engine = await process.connect()
+            engine = await stack.enter_async_context(serve_engine(spec, model.path, version=model.step))
         else:
             with importing():
                 import torch

@@ -316,7 +316,7 @@ async def _train(
     """Start the roles and train; stop the roles in any case."""
     with importing():
         from strop.cluster.contract import build_placement, with_frozen
-        from strop.cluster.servers import JudgeRoles, RuntimeRole, guard
+        from strop.cluster.servers import RuntimeRole, check_judges, guard
         from strop.train.loop import TrainInput, TrainLoop
 
     spec, task = parts.spec, parts.task
@@ -327,14 +327,13 @@ async def _train(
     if tokenizer.is_file() and not kept.exists():
         write_bytes_atomically(kept, tokenizer.read_bytes())
     servers_dir = run_dir.path / "roles" / "servers"
-    judges = JudgeRoles(spec, source, sources, servers_dir)
+    check_judges(spec, source, sources)
     runtime = RuntimeRole(spec.runtime, run_dir.path, servers_dir)
-    placement = build_placement(spec, source, run_dir.path / "roles")
+    placement = build_placement(spec, source, run_dir.path / "roles", sources)
     judge = Judge(task, task_builder(spec.task))
     try:
-        # Before the placement: its processes inherit the addresses of these servers.
+        # Before the placement: its processes inherit the address of this server.
         await runtime.start()
-        await judges.start()
         roles = await with_frozen(await placement.start(), spec, source, sources.__getitem__)
         loop = TrainLoop(
             TrainInput(
@@ -351,11 +350,10 @@ async def _train(
                 prediction=prediction,
             )
         )
-        await guard(loop.run(), judges.find_failure, runtime.find_failure)
+        await guard(loop.run(), runtime.find_failure)
     finally:
         await placement.stop()
         await judge.close()
-        await judges.stop()
         await runtime.stop()
     return read_outcome(run_dir, task, spec.train.steps)
 

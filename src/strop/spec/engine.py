@@ -73,14 +73,6 @@ class EngineSpec(Section):
             "long replies make a drain slow, and going on under new weights is a choice of method"
         ),
     )
-    transport: Literal["auto", "file", "broadcast"] = Field(
-        default="auto",
-        description="How weights reach an engine in another process. 'file' writes a file in the run's"
-        " directory, 'broadcast' sends the tensors through process groups (NCCL between GPUs, CUDA IPC"
-        " handles on one GPU, gloo on CPUs). 'auto' is a broadcast"
-        " between GPUs of the job and between machines, else a file in shared memory.",
-        json_schema_extra=expert("a cluster may forbid a path between its nodes"),
-    )
 
     @model_validator(mode="after")
     def _check_kind(self) -> EngineSpec:
@@ -129,12 +121,11 @@ class SamplingSpec(Section):
 class PlacementSpec(Section):
     """The processes of a run."""
 
-    kind: Literal["inline", "process", "ray"] | None = Field(
+    kind: Literal["inline", "ray"] | None = Field(
         default=None,
         description="'inline' runs everything in one process, where the engine uses the policy's own weights;"
-        " 'process' runs the engine in a second process, which gets the weights by file; 'ray' makes every"
-        " role an actor on Ray, on this machine or on all nodes of the job. none = the simplest of these that"
-        " supports the requested nodes, GPUs, engine.kind and train.max_staleness.",
+        " 'ray' makes every role an actor on Ray, on this machine or on all nodes of the job. none = inline"
+        " where that supports the requested nodes, GPUs, judges, engine.kind and train.max_staleness.",
     )
     learners: int | None = Field(
         default=None,

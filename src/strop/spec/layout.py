@@ -25,7 +25,7 @@ SHARED_GPU_FRAC = 0.45
 INFER, TRAIN, JUDGE, ENV, EVAL = "infer", "train", "judge", "env", "eval"
 PARTS = (INFER, TRAIN, JUDGE, ENV, EVAL)
 """What GPUs of a node are for, in the order in which a node's GPUs are handed out."""
-Kind = Literal["inline", "process", "ray"]
+Kind = Literal["inline", "ray"]
 
 
 class RoleKind(StrEnum):
@@ -329,32 +329,21 @@ def _choose_kind(spec: RunSpec, nodes: Sequence[LayoutNode], roles: tuple[Sequen
     """Return the requested placement, else the simplest one that supports these roles."""
     asked, num_main = spec.placement.kind, sum(not node.is_cpu for node in nodes)
     learners, engines, workers = map(len, roles)
-    is_attached = spec.ray.address is not None
-    is_several = num_main > 1 or learners > 1 or engines > 1 or workers > 0 or is_attached
-    if asked in ("inline", "process") and is_several:
+    is_several = num_main > 1 or learners > 1 or engines > 1 or workers > 0 or spec.ray.address is not None
+    is_apart = bool(_places(nodes, INFER)) or bool(role_judges(spec.task)) or spec.engine.kind == "vllm"
+    if asked == "inline" and (is_several or is_apart):
         names = ("learners", "engines", "rollout_workers")
         counts = {f"placement.{name}": getattr(spec.placement, name) for name in names}
         raise SpecConflict(
             {"placement.kind": asked, **{k: v for k, v in counts.items() if v}, **_gpus_asked(spec)},
-            f"they make {learners} learners, {engines} engines and {workers} rollout workers on {num_main}"
-            " nodes, and only Ray starts several processes of a role, or processes for rollouts",
-            allowed="placement.kind = 'ray', or one learner, one engine and no rollout workers",
+            f"they make {learners} learners, {engines} engines, {workers} rollout workers and"
+            f" {len(role_judges(spec.task))} judges on {num_main} nodes, and only Ray starts other processes",
+            allowed="placement.kind = 'ray', or one learner and its own engine on one GPU",
             next_step="leave placement.kind out, or ask for less",
-        )
-    is_apart = bool(_places(nodes, INFER))
-    if asked == "inline" and is_apart:
-        raise SpecConflict(
-            {"placement.kind": asked, **_gpus_asked(spec)},
-            "one process learns and generates on one GPU, and the GPUs for generation would be idle",
-            allowed="placement.kind = 'process' or 'ray', or job.single_gpu",
-            next_step="leave placement.kind out",
         )
     if asked is not None:
         return asked
-    if is_several:
-        return "ray"
-    needs_process = is_apart or spec.engine.kind == "vllm" or spec.train.max_staleness > 0
-    return "process" if needs_process else "inline"
+    return "ray" if is_several or is_apart or spec.train.max_staleness > 0 else "inline"
 
 
 def _require_none_idle(spec: RunSpec, layout: Layout) -> None:

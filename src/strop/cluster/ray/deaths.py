@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,7 @@ class DeathWatch:
         self._tasks: set[asyncio.Task[None]] = set()
         self._death: asyncio.Future[EngineLost] | None = None
         self._ends: dict[str, str] = {}
+        self._news = asyncio.Event()
         self._on_lost: Callable[[str, str], None] = lambda name, message: None
         self._is_stopping = False
 
@@ -84,8 +86,8 @@ class DeathWatch:
             return None
         return str(self._death.result())
 
-    async def guard(self, call: Awaitable[T], limit_s: float) -> T:
-        """Return the answer of a role.
+    async def guard(self, call: Awaitable[T], limit_s: float, *, role: str = "") -> T:
+        """Return the answer of a role; `role` names one whose end does not end the run.
 
         Raises: EngineLost naming the role that ended, this one or any other, or that no answer came in
             `limit_s`; the StropError that the role raised.
@@ -116,10 +118,13 @@ class DeathWatch:
         except RayError as error:
             failure, cause = error, str(error)
         # Without a StropError the call failed with its role, or with the connection of another one.
-        await asyncio.wait({self._death}, timeout=VERDICT_LIMIT_S)
-        raise (
-            self._death.result() if self._death.done() else EngineLost(_explain("a role failed", cause))
-        ) from failure
+        with suppress(TimeoutError):
+            async with asyncio.timeout(VERDICT_LIMIT_S):
+                while self.find(role) is None:
+                    await self._news.wait()
+                    self._news.clear()
+        end = self.find(role)
+        raise EngineLost(_explain("a role failed", cause) if end is None else end) from failure
 
     async def _follow(self, role: FollowedRole, ending: Awaitable[str]) -> None:
         from ray.exceptions import RayError
@@ -176,6 +181,7 @@ class DeathWatch:
             return
         new = [role for role in roles if role.name not in self._ends]
         self._ends.update({role.name: message for role in new})
+        self._news.set()
         has_replica = any(role.is_replica and role.name not in self._ends for role in self._roles.values())
         if not roles or not has_replica or not all(role.is_replica for role in roles):
             self._settle(message)
@@ -186,6 +192,7 @@ class DeathWatch:
     def _settle(self, message: str) -> None:
         if not self._is_stopping and self._death is not None and not self._death.done():
             self._death.set_result(EngineLost(message))
+            self._news.set()
 
     def _keep(self, work: Any) -> None:
         task = asyncio.create_task(work)

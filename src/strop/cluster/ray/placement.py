@@ -1,8 +1,8 @@
-"""Every role of a run as an actor on Ray: learner ranks, engines, rollout workers.
+"""Every role of a run as an actor on Ray: learner ranks, engines, rollout workers, judges.
 
-The loop stays in its process and gets the same `Roles` as from every other placement. Where learners and
-engines are on several nodes, the loop's process sends weights; on one node they go by file, in shared memory
-if it has room. Of several engines all but the last may be lost; the end of any other role ends the run.
+The loop stays in its process and gets the same `Roles` as from every other placement. Weights go by file, in
+shared memory if that has room, and are sent where an engine is on another node. Of several engines all but
+the last may be lost; the end of any other role ends the run.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.cluster.contract import Publisher, Roles, start_all
 from strop.cluster.publishers import has_memory_room, open_publisher
 from strop.cluster.ray.attached import AttachedCluster
-from strop.cluster.ray.deaths import DeathWatch, FollowedRole, read_log
+from strop.cluster.ray.deaths import DeathWatch, FollowedRole
+from strop.cluster.ray.engines import ActorEngine, EngineActor, EngineFacts
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.node import find_own_address
 from strop.cluster.ray.ranks import LearnerFacts, LearnerRank
@@ -33,20 +36,24 @@ from strop.cluster.ray.settings import (
     choose_temp_dir,
     require_ray,
 )
-from strop.cluster.ray.workers import EngineAddress, EngineHost, RolloutWorker, RolloutWorkers, assign_engines
+from strop.cluster.ray.workers import RolloutWorker, RolloutWorkers, assign_engines
 from strop.engine.contract import Engine, default_rows
-from strop.engine.remote import RemoteEngine
-from strop.errors import ConfigError, EngineError
+from strop.engine.loading import EngineSettings, streams_replies
+from strop.engine.vllm.interpreter import command_of
+from strop.errors import EngineError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NAMES_VARIABLE
-from strop.io.endpoints import list_endpoints
+from strop.io.atomic import explain_write_failure
+from strop.io.endpoints import hand_over, list_endpoints, withdraw
 from strop.io.variables import log_level_of
 from strop.record.fence import ATTEMPT_VARIABLE, rendezvous_path
+from strop.spec.judge import JudgeSettings, role_judges
 from strop.spec.layout import ENV, RoleKind, RoleSlot
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, task_builder
+from strop.tasks.judge_model import endpoint_name
 from strop.tokenizer import DATE_VARIABLE, Tokenizer
 
 JOIN_LIMIT_S = 300.0
@@ -59,8 +66,9 @@ FETCH_LIMIT_S = 3600.0
 STOP_LIMIT_S = 15.0
 _CLASSES: Mapping[RoleKind, type[RayRole]] = {
     RoleKind.LEARNER: LearnerRank,
-    RoleKind.ENGINE: EngineHost,
+    RoleKind.ENGINE: EngineActor,
     RoleKind.WORKER: RolloutWorker,
+    RoleKind.JUDGE: EngineActor,
 }
 
 
@@ -86,9 +94,14 @@ class RayPlacement:
         work_dir: Path,
         *,
         make_task: Callable[[], Task] | None = None,
+        judges: Mapping[str, ModelHandle] | None = None,
     ) -> None:
-        """Nothing is started yet. `make_task` builds the task of rollout workers, by default the spec's."""
+        """Nothing is started yet. `make_task` builds the task of rollout workers, by default the spec's.
+
+        `judges` are the models of `role_judges`, by name.
+        """
         self._spec = spec
+        self._judges = dict(judges or {})
         self._make_task = make_task or task_builder(spec.task)
         self._source = replace(source, path=source.path.absolute())
         self._work_dir = work_dir.absolute()
@@ -98,7 +111,7 @@ class RayPlacement:
         self._group: Any = None
         self._watch: DeathWatch | None = None
         self._roles: list[_Started] = []
-        self._engines: list[RemoteEngine] = []
+        self._engines: list[ActorEngine] = []
         self._weights_dir = self._work_dir / "weights"
         self._publisher: Publisher | None = None
 
@@ -106,6 +119,11 @@ class RayPlacement:
     def role_pids(self) -> dict[str, int]:
         """Process ids of the roles that have begun, by name."""
         return {role.slot.name: role.facts.pid for role in self._roles if role.facts is not None}
+
+    @property
+    def _servers_dir(self) -> Path:
+        """The folder with addresses and keys of the run's servers."""
+        return self._work_dir / "servers"
 
     async def start(self) -> Roles:
         """Start Ray, wait for all nodes, start every role, and have all hold the same weights.
@@ -125,6 +143,7 @@ class RayPlacement:
         for engine in self._engines:
             await engine.close()
         self._engines = []
+        withdraw(self._servers_dir, map(endpoint_name, self._judges))
         if self._roles:
             import ray
             from ray.exceptions import RayError
@@ -149,34 +168,67 @@ class RayPlacement:
 
     async def _start(self) -> Roles:
         layout = self._spec.layout
-        self._num_nodes = len(layout.nodes)
-        host = find_own_address(os.environ, self._num_nodes)
+        host = await self._connect(len(layout.nodes))
+        await self._begin_roles(layout.slots)
+        await self._serve_judges(host)
+        loads = self._guard(asyncio.gather(*map(self._load_engine, self._of(RoleKind.ENGINE))), LOAD_LIMIT_S)
+        facts, loaded = await asyncio.gather(self._load_learners(host), loads)
+        return await self._join(facts, loaded, host)
+
+    async def start_engine(self, version: int = 0) -> ActorEngine:
+        """Start Ray on this machine and one engine, of weights of a version, and nothing else.
+
+        Raises: as `start`.
+        """
+        require_ray()
+        await self._connect(1)
+        await self._begin_roles([RoleSlot(kind=RoleKind.ENGINE, index=0, node=0)])
+        (role,) = self._roles
+        await self._guard(self._load_engine(role, version), LOAD_LIMIT_S)
+        self._engines.append(self._make_client(role))
+        return self._engines[0]
+
+    async def _connect(self, num_nodes: int) -> str:
+        """Start Ray and wait for all nodes; return the address of this one."""
+        self._num_nodes = num_nodes
+        host = find_own_address(os.environ, num_nodes)
         address = self._spec.ray.address
         self._head = (
             self._make_head(host)
             if address is None
-            else AttachedCluster(address, self._find_own_dir(), self._num_nodes)
+            else AttachedCluster(address, self._find_own_dir(), num_nodes)
         )
         self._head.launch()
         await self._head.connect()
-        await self._head.await_nodes(range(self._num_nodes), JOIN_LIMIT_S)
+        await self._head.await_nodes(range(num_nodes), JOIN_LIMIT_S)
         self._watch = DeathWatch(read_nodes, self._head.find_death)
         self._watch.start()
-        await self._begin_roles([slot for slot in layout.slots if slot.kind in _CLASSES])
-        self._require_transport()
-        # Every role finds the model on its machine, or fetches it there.
-        calls = [role.actor.bring_model.remote(self._source) for role in self._roles]
-        sources = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
-        for role, source in zip(self._roles, sources, strict=True):
-            role.source = source
-        own_dir = self._find_own_dir()
-        loads = [
-            role.actor.load.remote(self._spec, role.source, own_dir / role.slot.name, self._num_nodes)
-            for role in self._of(RoleKind.ENGINE)
-        ]
-        load = self._guard(asyncio.gather(*loads), LOAD_LIMIT_S)
-        facts, addresses = await asyncio.gather(self._load_learners(host), load)
-        return await self._connect(facts, addresses, host)
+        return host
+
+    async def _load_engine(self, role: _Started, version: int = 0) -> EngineFacts:
+        settings = EngineSettings.of(self._spec)
+        facts: EngineFacts = await role.actor.load.remote(settings, role.source.path, version)
+        return facts
+
+    async def _serve_judges(self, host: str) -> None:
+        """Load every judge, and hand over its address and key, before anything could ask it."""
+
+        async def serve(role: _Started, section: JudgeSettings) -> None:
+            settings = EngineSettings(
+                kind=section.judge_engine,
+                dtype=self._spec.model.dtype,
+                max_num_seqs=self._spec.engine.max_num_seqs,
+                tensor_parallel=role.slot.devices.count if role.slot.devices else 1,
+            )
+            await role.actor.load.remote(settings, role.source.path)
+            endpoint = await role.actor.serve_chat.remote(host)
+            try:
+                hand_over(self._servers_dir, {endpoint_name(section.judge_model): endpoint})
+            except OSError as error:
+                raise explain_write_failure(error, self._servers_dir) from error
+
+        pairs = zip(self._of(RoleKind.JUDGE), role_judges(self._spec.task), strict=True)
+        await self._guard(asyncio.gather(*(serve(*pair) for pair in pairs)), LOAD_LIMIT_S)
 
     def _make_head(self, host: str) -> RayHead:
         """Return a new cluster for the run, which is not started yet."""
@@ -195,14 +247,12 @@ class RayPlacement:
             num_cpus=os.cpu_count() or 1,
         )
         # Weights in shared memory of this node, if it has room.
-        if self._spec.engine.transport != "file" and has_memory_room(
-            self._source.path, reserved_bytes=OBJECT_STORE_BYTES
-        ):
+        if has_memory_room(self._source.path, reserved_bytes=OBJECT_STORE_BYTES):
             self._weights_dir = Path(settings.shared_dir)
         rendezvous = rendezvous_path(self._work_dir, self._attempt)
         return RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
 
-    async def _connect(self, facts: LearnerFacts, addresses: Sequence[EngineAddress], host: str) -> Roles:
+    async def _join(self, facts: LearnerFacts, loaded: Sequence[EngineFacts], host: str) -> Roles:
         """Make the clients of the loaded roles, and publish the learner's weights to all engines."""
         assert self._watch is not None
         learner = RayLearner(
@@ -215,31 +265,28 @@ class RayPlacement:
                 if not role.facts.sees_run
             },
         )
-        for role, address in zip(self._of(RoleKind.ENGINE), addresses, strict=True):
-            self._engines.append(self._make_client(role, address))
-        workers = self._of(RoleKind.WORKER)
-        chosen = assign_engines(len(workers), len(addresses))
+        engines, workers = self._of(RoleKind.ENGINE), self._of(RoleKind.WORKER)
+        self._engines = [self._make_client(role) for role in engines]
+        chosen = assign_engines(len(workers), len(engines))
         own_dir, endpoints = self._find_own_dir(), list_endpoints()
         calls = [
             worker.actor.load.remote(
-                worker.source, addresses[engine], self._make_task, endpoints, own_dir / worker.slot.name
+                worker.source,
+                engines[engine].actor,
+                streams_replies(self._spec),
+                self._make_task,
+                endpoints,
+                own_dir / worker.slot.name,
             )
             for worker, engine in zip(workers, chosen, strict=True)
         ]
         await self._guard(asyncio.gather(*calls), START_LIMIT_S)
-        # Weights are published from this process, which is on the first rank's node.
-        nodes = {role.slot.node for role in self._roles if role.slot.kind is not RoleKind.WORKER}
         self._publisher = publisher = open_publisher(
-            self._spec,
-            learner,
-            self._weights_dir,
-            self._find_acknowledged,
-            host=host,
-            is_apart=len(nodes) > 1,
+            self._spec, learner, self._weights_dir, self._find_acknowledged, host=host
         )
         update = await publisher.publish()
         tokenizer = Tokenizer.load(self._source.path)
-        self._check_engines(addresses, update.digest, tokenizer.digest)
+        self._check_engines(loaded, update.digest, tokenizer.digest)
         engine = self._join_engines()
         await engine.update(update)
         joined = self._join_workers(workers, chosen, engine) if workers else None
@@ -265,16 +312,14 @@ class RayPlacement:
         actors = [worker.actor for worker in workers]
         return RolloutWorkers(actors, self._watch, engines=chosen, serves=serves)
 
-    def _make_client(self, role: _Started, address: EngineAddress) -> RemoteEngine:
-        watch = self._watch
-        assert watch is not None
-        log_path = Path(address.log_path)
-        return RemoteEngine(
-            address.endpoint.url,
-            address.endpoint.key,
-            find_death=lambda: watch.find(role.slot.name),
-            read_log=lambda: read_log(log_path, role.facts.host),
-            is_streamed=address.is_streamed,
+    def _make_client(self, role: _Started) -> ActorEngine:
+        assert self._watch is not None
+        return ActorEngine(
+            role.actor,
+            is_streamed=streams_replies(self._spec),
+            # Weights are written on the first node, into its memory.
+            sees_files=role.slot.node == 0,
+            guard=partial(self._watch.guard, role=role.slot.name),
         )
 
     def _join_engines(self) -> Engine:
@@ -299,22 +344,22 @@ class RayPlacement:
         versions = [engine.version for engine, end in living if end is None] or [None]
         return None if None in versions else min(version for version in versions if version is not None)
 
-    def _check_engines(self, addresses: Sequence[EngineAddress], digest: str, tokenizer: str) -> None:
+    def _check_engines(self, loaded: Sequence[EngineFacts], digest: str, tokenizer: str) -> None:
         """Refuse a model directory that is another one on an engine's node."""
-        for role, address in zip(self._of(RoleKind.ENGINE), addresses, strict=True):
+        for role, facts in zip(self._of(RoleKind.ENGINE), loaded, strict=True):
             # With adapters the learner publishes the model with these merged in.
-            is_same = address.model_digest == digest or self._spec.lora.rank is not None
-            if not is_same or address.tokenizer_digest != tokenizer:
+            is_same = facts.model_digest == digest or self._spec.lora.rank is not None
+            if not is_same or facts.tokenizer_digest != tokenizer:
                 raise EngineError(
                     f"{role.slot.name} on node {role.slot.node} loaded weights with digest"
-                    f" {address.model_digest[:12]} and a tokenizer with {address.tokenizer_digest[:12]}"
+                    f" {facts.model_digest[:12]} and a tokenizer with {facts.tokenizer_digest[:12]}"
                     f" from {self._source.path}",
                     allowed=f"those of the learner, {digest[:12]} and {tokenizer[:12]}",
                     next_step="see that every node has the same model there, then start the run again",
                 )
 
     async def _begin_roles(self, slots: Sequence[RoleSlot]) -> None:
-        """Make an actor of every slot on its node, and have each check its environment."""
+        """Make an actor of every slot on its node; each checks its environment and finds its model."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -334,12 +379,22 @@ class RayPlacement:
 
         logs_dir, mark_path = self._find_logs_dir(), self._head.mark_path
         # The processes of an attached cluster have other variables.
-        own, runtime_env = {}, None
+        own, shown = {}, {}
         if seats.variables:
             own = {name: os.environ[name] for name in names}
-            runtime_env = {"env_vars": {"PYTHONPATH": seats.variables["PYTHONPATH"]}}
+            shown = {"env_vars": {"PYTHONPATH": seats.variables["PYTHONPATH"]}}
+        sections = role_judges(self._spec.task)
         for index, slot in enumerate(slots):
-            logs_as = "engine" if slot.kind is RoleKind.ENGINE else "train"
+            logs_as, source, kind = str(slot.kind), self._source, "native"
+            if slot.kind is RoleKind.JUDGE:
+                section = sections[slot.index]
+                source, kind = self._judges[section.judge_model], section.judge_engine
+            elif slot.kind is RoleKind.ENGINE:
+                kind = self._spec.engine.kind
+            else:
+                logs_as = "train"
+            # Its launcher sets the modules that vLLM's interpreter sees.
+            interpreter = {"py_executable": command_of(self._spec.engine.python)} if kind == "vllm" else shown
             start = RoleStart(
                 name=slot.name,
                 node=slot.node,
@@ -361,7 +416,7 @@ class RayPlacement:
                     num_cpus=0,
                     num_gpus=seats.num_gpus[index],
                     name=slot.name,
-                    runtime_env=runtime_env,
+                    runtime_env=interpreter,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         placement_group=group, placement_group_bundle_index=seats.indices[index]
                     ),
@@ -369,23 +424,17 @@ class RayPlacement:
                 .remote(start)
             )
             log_path = Path(start.log_path)
-            self._roles.append(_Started(slot=slot, actor=actor, log_path=log_path, source=self._source))
+            self._roles.append(_Started(slot=slot, actor=actor, log_path=log_path, source=source))
         # In parallel: each may import torch from a slow disk.
         calls = [role.actor.begin.remote() for role in self._roles]
         for role, call in zip(self._roles, calls, strict=True):
             role.facts = await self._guard(call, START_LIMIT_S)
             self._follow(role)
-
-    def _require_transport(self) -> None:
-        """Refuse weights by file where an engine does not see the learner's disk."""
-        blind = [role for role in self._of(RoleKind.ENGINE) if not role.facts.sees_run]
-        if blind and self._spec.engine.transport == "file":
-            raise ConfigError(
-                f"engine.transport is file, and {blind[0].slot.name} on node {blind[0].slot.node}"
-                f" ({blind[0].facts.host}) does not see {self._work_dir}",
-                allowed="broadcast or store, where nodes have no common disk; auto chooses the first",
-                next_step="leave engine.transport out",
-            )
+        # Every role finds the model on its machine, or fetches it there.
+        fetches = [role.actor.bring_model.remote(role.source) for role in self._roles]
+        sources = await self._guard(asyncio.gather(*fetches), FETCH_LIMIT_S)
+        for role, source in zip(self._roles, sources, strict=True):
+            role.source = source
 
     def _follow(self, role: _Started) -> None:
         assert self._watch is not None
@@ -429,3 +478,17 @@ class RayPlacement:
         """Return the folder of the roles' logs: in the attempt's folder, if there is one."""
         latest = self._work_dir.parent / "latest"
         return latest.resolve() / "roles" if latest.is_dir() else self._work_dir
+
+
+@asynccontextmanager
+async def serve_engine(spec: RunSpec, model_dir: Path, *, version: int = 0) -> AsyncIterator[ActorEngine]:
+    """Start one engine with a model directory on this machine, for the block.
+
+    Raises: as `RayPlacement.start`.
+    """
+    with tempfile.TemporaryDirectory(prefix="strop-engine-") as folder:
+        placement = RayPlacement(spec, ModelHandle(path=model_dir, digest=""), Path(folder))
+        try:
+            yield await start_all(partial(placement.start_engine, version), placement.stop)
+        finally:
+            await placement.stop()

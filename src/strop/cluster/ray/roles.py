@@ -7,6 +7,7 @@ the same layout. A role is a plain class; `placement` makes actors of it. It log
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import socket
@@ -21,7 +22,7 @@ from strop.errors import CheckRefused
 from strop.hardware.allocation import take_devices
 from strop.hardware.tuning import importing
 from strop.hardware.visible_devices import ENV_DEVICES, PART_DEVICES, VISIBLE_DEVICES
-from strop.io.variables import log_from
+from strop.io.variables import level_variables, log_from
 from strop.spec.layout import DeviceShare
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class RayRole:
         Raises: CheckRefused naming the role and what it lacks.
         """
         start = self._start
-        os.environ.update(start.variables)
+        os.environ.update({**level_variables(start.log_level), **start.variables})
         log_from(start.log_level)
         require_environment(start.name, start.proofs, start.salt, os.environ)
         if start.devices is not None:
@@ -132,6 +133,26 @@ class RayRole:
 
     def end(self) -> None:
         """Release everything."""
+        self._ended.set()
+
+
+class AsyncRole(RayRole):
+    """A role that waits. Its methods are coroutines, or quick: Ray runs them all in one event loop."""
+
+    _cause = "it was told to end"
+
+    async def wait_for_end(self) -> str:  # type: ignore[override]
+        """Return why this role ended, once it has; for a killed role the call fails instead."""
+        await asyncio.to_thread(self._ended.wait)
+        return self._cause
+
+    async def end(self) -> None:  # type: ignore[override]
+        """Release everything."""
+        self._ended.set()
+
+    def note_end(self, cause: str) -> None:
+        """Say that this role is of no use any more."""
+        self._cause = cause
         self._ended.set()
 
 

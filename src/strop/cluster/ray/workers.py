@@ -1,107 +1,30 @@
-"""Engines and rollout workers as actors.
+"""Rollout workers as actors.
 
-An engine's actor only starts, watches and ends its process: requests go over HTTP, never through Ray. A
-rollout worker attempts and judges whole groups and calls an engine directly; the loop sends plans and gets
-groups.
+A worker attempts and judges whole groups and calls an engine directly; the loop sends plans and gets groups.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import pickle
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cluster.ray.deaths import DeathWatch
-from strop.cluster.ray.node import find_own_address
-from strop.cluster.ray.roles import RayRole
+from strop.cluster.ray.engines import ActorEngine
+from strop.cluster.ray.roles import AsyncRole
 from strop.errors import EngineLost
 from strop.hardware.busy_clock import BusyClock
-from strop.hardware.process import tail
 from strop.io.endpoints import Endpoint, hand_over
 from strop.record.timeline import ENGINE, VERIFIER
 from strop.rollout import Group
-from strop.spec.run import RunSpec
 from strop.store import ModelHandle
 
 if TYPE_CHECKING:
-    from strop.cluster.engine_process import EngineProcess
     from strop.environments import RolloutPlan
     from strop.tasks import Task
-
-_POLL_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineAddress:
-    """Address and key of an engine, and facts about it."""
-
-    endpoint: Endpoint
-    is_streamed: bool
-    """Whether replies return as they end."""
-    model_digest: str
-    tokenizer_digest: str
-    pid: int
-    log_path: str
-
-
-class EngineHost(RayRole):
-    """Runs one engine's process on its node. Without coroutines, which Ray would all run in one loop."""
-
-    _process: EngineProcess | None = None
-
-    def load(self, spec: RunSpec, source: ModelHandle, work_dir: Path, num_nodes: int) -> EngineAddress:
-        """Start the engine and wait until it listens; with several nodes, at the address of this one.
-
-        Its log is beside this role's, its key in `work_dir`.
-
-        Raises: EngineError with its last log lines if it does not; ConfigError if a part of it is missing.
-        """
-        host = find_own_address(os.environ, num_nodes)
-        from strop.cluster.engine_process import EngineProcess
-
-        log_dir = Path(self._start.log_path).with_suffix("")
-        self._process = EngineProcess(spec, source.path, work_dir, host=host, log_dir=log_dir)
-        self._process.launch()
-        return asyncio.run(_connect(self._process))
-
-    def wait_for_end(self) -> str:
-        """Return why the engine ended."""
-        while not self._ended.is_set():
-            end = None if self._process is None else self._process.find_death()
-            if end is not None:
-                # With its log: the run may not see this machine's disk.
-                lines = tail(self._process.log_path) if self._process is not None else ""
-                return f"the engine of {os.uname().nodename} ended: {end}\nIt said last:\n{lines}"
-            time.sleep(_POLL_S)
-        return "it was told to end"
-
-    def end(self) -> None:
-        """End the engine's process."""
-        super().end()
-        if self._process is not None:
-            asyncio.run(self._process.stop())
-
-
-async def _connect(process: EngineProcess) -> EngineAddress:
-    """Wait until an engine listens, and return its address."""
-    engine = await process.connect()
-    health = await engine.health()
-    await engine.close()
-    return EngineAddress(
-        endpoint=process.endpoint,
-        is_streamed=engine.is_streamed,
-        model_digest=health.model_digest,
-        tokenizer_digest=health.tokenizer_digest,
-        pid=process.pid or 0,
-        log_path=str(process.log_path),
-    )
-
 
 CALL_LIMIT_S = 3600.0
 """Limit of one group."""
@@ -109,8 +32,8 @@ MAX_SPANS = 16
 """Spans of one group's calls of its engine, or its judge; more are joined."""
 
 
-class RolloutWorker(RayRole):
-    """Attempts groups, many at once. All methods that wait are coroutines: Ray runs them in one loop."""
+class RolloutWorker(AsyncRole):
+    """Attempts groups, many at once."""
 
     computes = False
     _keys_dir: Path | None = None
@@ -118,18 +41,18 @@ class RolloutWorker(RayRole):
     async def load(
         self,
         source: ModelHandle,
-        address: EngineAddress,
+        engine: Any,
+        is_streamed: bool,
         make_task: Callable[[], Task],
         endpoints: Mapping[str, Endpoint],
         work_dir: Path,
     ) -> None:
-        """Build the task, open its judge and the engine's client.
+        """Build the task, open its judge and the client of an engine's actor, which has loaded.
 
         `endpoints` are servers of the run, such as judges: their keys are written into `work_dir`.
 
         Raises: StropError from building the task; OSError if `work_dir` cannot be written.
         """
-        from strop.engine.remote import RemoteEngine
         from strop.tasks.judging import Judge
         from strop.tokenizer import Tokenizer
 
@@ -138,9 +61,7 @@ class RolloutWorker(RayRole):
             hand_over(work_dir, endpoints)
         self._task = make_task()
         self._judge = Judge(self._task, make_task)
-        self._engine = RemoteEngine(
-            address.endpoint.url, address.endpoint.key, is_streamed=address.is_streamed
-        )
+        self._engine = ActorEngine(engine, is_streamed=is_streamed)
         self._tokenizer = Tokenizer.load(source.path)
 
     async def run_group(self, plans: Sequence[RolloutPlan]) -> bytes:
@@ -161,14 +82,9 @@ class RolloutWorker(RayRole):
         ]
         return pickle.dumps((group, *spans))
 
-    async def wait_for_end(self) -> str:  # type: ignore[override]
-        """Return once `end` was called; a killed worker never returns."""
-        await asyncio.to_thread(self._ended.wait)
-        return "it was told to end"
-
     async def end(self) -> None:  # type: ignore[override]
         """Close judge and client, and remove the keys of the run's servers."""
-        self._ended.set()
+        await super().end()
         if self._keys_dir is not None:
             shutil.rmtree(self._keys_dir, ignore_errors=True)
         if hasattr(self, "_judge"):

@@ -1,4 +1,4 @@
-"""The interface to vLLM that `VllmEngine` uses, and AsyncLLM behind it. Made for vllm 0.32.
+"""vLLM's AsyncLLM as far as `VllmEngine` uses it. Made for vllm 0.32.
 
 All uses of vLLM's classes and settings are here and in `weights`. Facts about 0.32 that this
 relies on: `processed_logprobs` are of the distribution sampled from (of a greedy token: at temperature 1),
@@ -8,11 +8,9 @@ the prefix cache's key.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from strop.engine.contract import GenerationRequest
 from strop.engine.vllm.weights import RAISED
@@ -47,56 +45,8 @@ class Piece:
     """Prompt tokens whose keys and values came from the prefix cache."""
 
 
-class Core(Protocol):
-    """The part of vLLM that `VllmEngine` uses."""
-
-    def sample(
-        self, request: GenerationRequest, *, salt: str, adapter: Adapter | None, is_whole: bool
-    ) -> AsyncGenerator[Piece, None]:
-        """Sample one reply, with `is_whole` in one piece. Closing the iterator ends the request."""
-        ...
-
-    async def score(
-        self, prompt_ids: IntArray, reply_ids: IntArray, *, adapter: Adapter | None
-    ) -> list[float]:
-        """Return the log-probability of each reply token at temperature 1."""
-        ...
-
-    async def pause(self, mode: Literal["abort", "keep"]) -> None:
-        """Stop scheduling. Running requests end with the finish reason abort, or are kept."""
-        ...
-
-    async def resume(self) -> None:
-        """Go on."""
-        ...
-
-    async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
-        """Have every worker load a file; returns their answers. See `weights.WeightWorker`."""
-        ...
-
-    async def drop_cached(self) -> None:
-        """Drop all cached keys and values, also those of kept requests."""
-        ...
-
-    async def name_version(self, version: int) -> None:
-        """Set the version label of tokens that are sampled from now on."""
-        ...
-
-    async def load_adapter(self, adapter: Adapter) -> None:
-        """Load a LoRA adapter. Raises: EngineError if vLLM refuses it."""
-        ...
-
-    async def drop_adapter(self, adapter: Adapter) -> None:
-        """Unload a LoRA adapter."""
-        ...
-
-    def close(self) -> None:
-        """End vLLM's processes."""
-        ...
-
-
 class VllmCore:
-    """AsyncLLM behind `Core`. Build it in the event loop that it is used in."""
+    """AsyncLLM. Build it in the event loop that it is used in."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         """`settings` are those of vLLM's AsyncEngineArgs."""
@@ -113,7 +63,7 @@ class VllmCore:
     async def sample(
         self, request: GenerationRequest, *, salt: str, adapter: Adapter | None, is_whole: bool
     ) -> AsyncGenerator[Piece, None]:
-        """See `Core.sample`."""
+        """Sample one reply, with `is_whole` in one piece. Closing the iterator ends the request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -146,7 +96,7 @@ class VllmCore:
     async def score(
         self, prompt_ids: IntArray, reply_ids: IntArray, *, adapter: Adapter | None
     ) -> list[float]:
-        """See `Core.score`."""
+        """Return the log-probability of each reply token at temperature 1."""
         from vllm import SamplingParams
 
         token_ids = [*prompt_ids.tolist(), *reply_ids.tolist()]
@@ -158,28 +108,28 @@ class VllmCore:
         return [row[token_id].logprob for row, token_id in zip(rows, reply_ids.tolist(), strict=True)]
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
-        """See `Core.pause`."""
+        """Stop scheduling. Running requests end with the finish reason abort, or are kept."""
         await self._llm.pause_generation(mode=mode, clear_cache=True)
 
     async def resume(self) -> None:
-        """See `Core.resume`."""
+        """Go on."""
         await self._llm.resume_generation()
 
     async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
-        """See `Core.load_weights`."""
+        """Have every worker load a file; returns their answers. See `weights.WeightWorker`."""
         answers: list[dict[str, Any]] = await self._llm.collective_rpc("strop_load", args=(path, digest))
         return answers
 
     async def drop_cached(self) -> None:
-        """See `Core.drop_cached`."""
+        """Drop all cached keys and values, also those of kept requests."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def name_version(self, version: int) -> None:
-        """See `Core.name_version`."""
+        """Set the version label of tokens that are sampled from now on."""
         await self._llm.update_weight_version(str(version))
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """See `Core.load_adapter`."""
+        """Load a LoRA adapter. Raises: EngineError if vLLM refuses it."""
         from vllm.v1.engine.exceptions import EngineGenerateError
 
         try:
@@ -188,11 +138,11 @@ class VllmCore:
             raise _failed("load the adapter", error) from error
 
     async def drop_adapter(self, adapter: Adapter) -> None:
-        """See `Core.drop_adapter`."""
+        """Unload a LoRA adapter."""
         await self._llm.remove_lora(adapter.adapter_id)
 
     def close(self) -> None:
-        """See `Core.close`."""
+        """End vLLM's processes."""
         self._llm.shutdown()
 
     async def _outputs(
@@ -212,8 +162,6 @@ class VllmCore:
             async for output in outputs:
                 yield output
         except EngineDeadError as error:
-            # The process that started this one sees it end.
-            os.kill(os.getpid(), signal.SIGTERM)
             raise EngineLost(
                 f"vLLM's own process died ({error})",
                 allowed="an engine that lives as long as the run",

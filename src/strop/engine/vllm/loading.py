@@ -1,22 +1,20 @@
-"""vLLM in a process of its own, behind the app of `strop.engine.server`.
+"""Loads a model into vLLM, in an interpreter that has it.
 
-    python -P -m strop.engine.vllm.serve --model DIR --dtype bfloat16 --key-file F --ready-file F
-
-Run it with an interpreter that has vllm, fastapi and uvicorn, and strop's `src` on PYTHONPATH.
+Only light modules of strop are imported here: that interpreter has vLLM's pins, not strop's.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import os
 import platform
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from strop.engine.contract import default_rows
-from strop.engine.server import Loaded, run_server, server_parser
-from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, EngineLimits, follow_parent, plan_limits
+from strop.engine.loading import EngineSettings, Loaded
+from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, EngineLimits, plan_limits
 from strop.errors import ConfigError
 from strop.hardware.machine import Machine, describe_machine
 from strop.hardware.tuning import importing
@@ -38,19 +36,20 @@ _ADAPTED = (
 prompts are scored in one batch."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Load the model into vLLM and serve it. Returns the exit code."""
-    parser = server_parser("strop.engine.vllm.serve", __doc__)
-    parser.add_argument("--eager", action="store_true", help="do not compile the model")
-    parser.add_argument("--gpu-memory-frac", type=float, help="share of a GPU's memory that vLLM takes")
-    parser.add_argument("--max-model-tokens", type=int, help="prompt and reply of one request")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the model")
-    parser.add_argument("--lora-rank", type=int, help="largest rank of the adapters that will come")
-    return run_server(parser.parse_args(arguments), _load)
+async def load_vllm(settings: EngineSettings, model_dir: Path, *, version: int) -> Loaded:
+    """Start vLLM with a model directory. See `load_engine`.
 
+    Raises: ConfigError if this interpreter has no vllm, or vLLM refuses model or settings.
+    """
+    import torch
 
-async def _load(options: argparse.Namespace) -> Loaded:
-    tokenizer = Tokenizer.load(options.model)
+    is_gpu = torch.cuda.is_available()
+    # Offline, without reports of use, and on the cores of this process's threads alone.
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
+    if not is_gpu:
+        require_instructions(describe_machine())
+        cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     try:
         with importing():
             import vllm  # noqa: F401
@@ -60,15 +59,10 @@ async def _load(options: argparse.Namespace) -> Loaded:
             allowed="an interpreter that imports vllm 0.32",
             next_step="set engine.python to one, or run `make vllm-deps` and leave it out",
         ) from error
-    import torch
-
-    is_gpu = torch.cuda.is_available()
-    if not is_gpu:
-        require_instructions(describe_machine())
     limits = plan_limits(
-        read_model_size(options.model),
-        dtype=options.dtype,
-        max_model_tokens=options.max_model_tokens,
+        read_model_size(model_dir),
+        dtype=settings.dtype,
+        max_model_tokens=settings.max_model_tokens,
         kv_cache_bytes=None if is_gpu else CPU_KV_CACHE_BYTES,
     )
     with importing():
@@ -76,11 +70,12 @@ async def _load(options: argparse.Namespace) -> Loaded:
         from strop.engine.vllm.engine import VllmEngine
         from strop.engine.vllm.weights import model_digest
 
-    digest = await asyncio.to_thread(model_digest, options.model, getattr(torch, options.dtype))
-    core = _start(VllmCore, engine_settings(options, limits, is_gpu=is_gpu))
+    digest = await asyncio.to_thread(model_digest, model_dir, getattr(torch, settings.dtype))
+    core = _start(VllmCore, vllm_arguments(settings, model_dir, limits, is_gpu=is_gpu))
     await core.follow_parents()
-    await core.name_version(options.version)
-    engine = VllmEngine(core, tokenizer, limits=limits, version=options.version, digest=digest)
+    await core.name_version(version)
+    tokenizer = Tokenizer.load(model_dir)
+    engine = VllmEngine(core, tokenizer, limits=limits, version=version, digest=digest)
     return Loaded(engine=engine, model_digest=digest, tokenizer=tokenizer)
 
 
@@ -101,20 +96,22 @@ def _start(make: Any, settings: dict[str, Any]) -> Any:
         ) from error
 
 
-def engine_settings(options: argparse.Namespace, limits: EngineLimits, *, is_gpu: bool) -> dict[str, Any]:
+def vllm_arguments(
+    wanted: EngineSettings, model_dir: Path, limits: EngineLimits, *, is_gpu: bool
+) -> dict[str, Any]:
     """Return what AsyncEngineArgs takes."""
     settings: dict[str, Any] = {
-        "model": str(options.model),
-        "dtype": options.dtype,
+        "model": str(model_dir),
+        "dtype": wanted.dtype,
         "skip_tokenizer_init": True,
-        "enforce_eager": options.eager,
+        "enforce_eager": (not is_gpu if wanted.is_eager is None else wanted.is_eager),
         "max_model_len": limits.max_positions,
-        "tensor_parallel_size": options.tensor_parallel,
+        "tensor_parallel_size": wanted.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "worker_extension_cls": "strop.engine.vllm.weights.WeightWorker",
         "disable_log_stats": True,
-        "max_num_seqs": options.max_num_seqs or default_rows(is_gpu=is_gpu),
+        "max_num_seqs": wanted.max_num_seqs or default_rows(is_gpu=is_gpu),
         # Settings of the model's own generation_config.json would change the distribution.
         "generation_config": "vllm",
         "seed": 0,
@@ -126,12 +123,12 @@ def engine_settings(options: argparse.Namespace, limits: EngineLimits, *, is_gpu
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = max(_BATCHED_TOKENS, limits.max_positions)
         settings["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
-    if options.tensor_parallel == 1:
+    if wanted.tensor_parallel == 1:
         settings["distributed_executor_backend"] = "uni"  # On a GPU one process less.
-    if options.gpu_memory_frac is not None:
-        settings["gpu_memory_utilization"] = options.gpu_memory_frac
-    if options.lora_rank is not None:
-        settings |= {"enable_lora": True, "max_lora_rank": options.lora_rank, "max_loras": _MAX_ADAPTERS}
+    if wanted.gpu_memory_frac is not None:
+        settings["gpu_memory_utilization"] = wanted.gpu_memory_frac
+    if wanted.lora_rank is not None:
+        settings |= {"enable_lora": True, "max_lora_rank": wanted.lora_rank, "max_loras": _MAX_ADAPTERS}
         settings["lora_target_modules"] = list(_ADAPTED)
     return settings
 
@@ -147,10 +144,3 @@ def require_instructions(machine: Machine) -> None:
             allowed="vLLM on a GPU, or on an x86 processor with AVX2; native on every processor",
             next_step="set engine.kind=native",
         )
-
-
-if __name__ == "__mp_main__":
-    # A process that vLLM started: multiprocessing imports the program's module there first.
-    follow_parent()
-if __name__ == "__main__":
-    sys.exit(main())
