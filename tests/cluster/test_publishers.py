@@ -13,24 +13,29 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from strop.cluster.local import LocalLearner
 from strop.cluster.publishers import (
-    BroadcastPublisher,
     FilePublisher,
+    clear_publications,
     has_memory_room,
     open_memory_dir,
     open_publisher,
 )
+from strop.engine.loading import can_swap_adapters
 from strop.engine.native import NativeEngine
-from strop.errors import WeightMismatch
+from strop.errors import StoreError, WeightMismatch
 from strop.hardware.leftovers import clear_shared_memory
 from strop.policy.device_wires import device_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
+from strop.policy.publication import tensors_digest
 from strop.policy.weights import weights_digest
 from strop.spec.layout import settle_layout
+from strop.spec.model import LoraSpec
 from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import tiny_spec
 
 
@@ -39,7 +44,7 @@ def make_learner(model_dir: Path) -> Learner:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
 
 
 def change(learner: Learner, version: int) -> None:
@@ -48,19 +53,6 @@ def change(learner: Learner, version: int) -> None:
         for _, parameter in learner.model.named_parameters():
             parameter.mul_(1.5)
     learner.version = version
-
-
-def test_a_spec_gets_its_publisher(tiny_model_dir: Path, tmp_path: Path) -> None:
-    learner = LocalLearner(make_learner(tiny_model_dir))
-
-    def build(transport: str, *, is_apart: bool = False) -> object:
-        spec = tiny_spec(placement={"kind": "ray"}, engine={"transport": transport})
-        return open_publisher(spec, learner, tmp_path, lambda: None, host="127.0.0.1", is_apart=is_apart)
-
-    assert isinstance(build("auto"), FilePublisher)
-    assert isinstance(build("auto", is_apart=True), BroadcastPublisher)
-    assert isinstance(build("file", is_apart=True), FilePublisher)
-    assert isinstance(build("broadcast"), BroadcastPublisher)
 
 
 def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_first(
@@ -97,7 +89,6 @@ def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_first(
     for _ in range(2):
         asyncio.run(shared.publish())
     assert offered == [("nccl", "127.0.0.1", 2), ("ipc", "127.0.0.1", 2)]
-    assert isinstance(build(job={"gpus": 2}, engine={"transport": "file"}), FilePublisher)
     assert isinstance(build(job={"gpus": 2}, lora={"rank": 4}), FilePublisher)
     assert isinstance(build(placement={"kind": "ray"}), FilePublisher)
 
@@ -208,3 +199,72 @@ async def test_all_work_is_done_in_one_thread(is_async: bool, tmp_path: Path) ->
     assert len(local.threads) == 6
     assert len(set(local.threads)) == 1
     assert (local.threads[0] != threading.get_ident()) == is_async
+
+
+def test_a_publication_names_version_digest_and_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_model_dir)
+    learner.version = 12
+    publisher = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: None)
+    update = asyncio.run(publisher.publish())
+    # Publishing twice is publishing once.
+    assert asyncio.run(publisher.publish()) == update
+    assert update.path == str(tmp_path / "w" / "v000012.safetensors")
+    assert (update.version, update.digest) == (12, weights_digest(learner.model))
+    assert tensors_digest(load_file(update.path).items()) == update.digest
+    assert names(tmp_path / "w") == ["v000012.safetensors"]
+
+
+def test_files_older_than_the_served_version_are_removed(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner, served = make_learner(tiny_model_dir), [0]
+    publisher = FilePublisher(LocalLearner(learner), tmp_path, lambda: served[0])
+    seen = []
+    for version, acknowledged in ((0, 0), (1, 0), (2, 1), (3, 2)):
+        learner.version, served[0] = version, acknowledged
+        asyncio.run(publisher.publish())
+        seen.append([int(name[1:7]) for name in names(tmp_path)])
+    # What is served stays until the next version is; version 1 goes when 2 is served.
+    assert seen == [[0], [0, 1], [1, 2], [2, 3]]
+    clear_publications(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_a_full_disk_is_told_and_leaves_no_partial_file(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_model_dir)
+    with tiny_disk(tmp_path / "disk") as disk:
+        (disk / "ballast").write_bytes(b"x" * 1_000_000)
+        with pytest.raises(StoreError, match=r"the weights could not be written to .*v000000"):
+            asyncio.run(FilePublisher(LocalLearner(learner), disk / "w", lambda: None).publish())
+        assert names(disk / "w") == []
+
+
+def test_engines_that_swap_adapters_get_nothing_else_after_the_base(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
+    base = weights_digest(model)
+    model.adapt(LoraSpec(rank=2), seed=1)
+    learner, served = Learner(model, tiny_spec().optimizer), [None, 0, 1]
+    publisher = FilePublisher(LocalLearner(learner), tmp_path, lambda: served[0], sends_adapters=True)
+    first = asyncio.run(publisher.publish())
+    assert (first.is_adapter, first.digest) == (False, base)
+    for version in (1, 2):
+        del served[0]
+        learner.version = version
+        update = asyncio.run(publisher.publish())
+        assert (update.is_adapter, update.path) == (True, str(tmp_path / f"v{version:06d}"))
+        stored = load_file(f"{update.path}/adapter_model.safetensors")
+        assert tensors_digest(stored.items()) == update.digest
+        assert all("lora_" in name for name in stored)
+    # The base, older than the served version 1, is gone.
+    assert names(tmp_path) == ["v000001", "v000002"]
+    clear_publications(tmp_path)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "expected"),
+    [(None, "vllm", False), (4, "native", False), (4, "vllm", True), (600, "vllm", False)],
+)
+def test_only_engines_that_can_are_sent_adapters(rank: int | None, kind: str, expected: bool) -> None:
+    spec = tiny_spec(lora={"rank": rank}, engine={"kind": kind}, placement={"kind": "ray"})
+    assert can_swap_adapters(spec) is expected

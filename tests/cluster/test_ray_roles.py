@@ -13,15 +13,13 @@ import pytest
 from strop.cluster.ray import roles
 from strop.cluster.ray.deaths import read_log
 from strop.cluster.ray.node import await_head, find_own_address, require_same_python
-from strop.cluster.ray.placement import RayPlacement, _Started
-from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart, prove_environment, require_environment
+from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment, require_environment
 from strop.cluster.ray.settings import RAY_VERSION, describe_here
 from strop.cluster.ray.workers import assign_engines
-from strop.errors import CheckRefused, ConfigError
+from strop.errors import CheckRefused
 from strop.hardware.visible_devices import ENV_DEVICES, PART_DEVICES
-from strop.spec.layout import DeviceShare, RoleKind, RoleSlot
-from strop.store import ModelHandle, get_model
-from tests.fixtures.tiny_run import tiny_spec
+from strop.spec.layout import DeviceShare
+from strop.store import get_model
 
 VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
 
@@ -71,22 +69,6 @@ def test_the_network_between_nodes_may_be_named() -> None:
     with pytest.raises(CheckRefused, match=r"leads to 127\.0\.0\.1, loopback, in a job of 2 nodes"):
         find_own_address({"GLOO_SOCKET_IFNAME": "lo"})
     assert find_own_address({"GLOO_SOCKET_IFNAME": "nothing"}, num_nodes=1) == "127.0.0.1"
-
-
-ENGINE = """
-import sys
-from strop.cluster.ray.workers import EngineHost
-from strop.cluster.ray.roles import RoleStart
-EngineHost(RoleStart(name="engine-1", node=1, log_path=sys.argv[1])).load(None, None, None, num_nodes=2)
-"""
-
-
-def test_an_engine_listens_at_the_address_of_its_own_node(tmp_path: Path) -> None:
-    """Symptom: engines of all nodes were told the head's address, which only one machine can bind."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "nothing"}
-    words = [sys.executable, "-c", ENGINE, str(tmp_path / "log")]
-    assert subprocess.run(words, env=environment, check=False).returncode != 0
-    assert "interface 'nothing' has no IPv4 address here" in (tmp_path / "log").read_text()
 
 
 def test_a_head_that_never_comes_is_said_and_an_order_ends_the_wait(tmp_path: Path) -> None:
@@ -177,26 +159,6 @@ def test_a_role_knows_whether_it_sees_the_runs_disk_and_follows_its_store(tmp_pa
     for mark, sees_run in ((seen, True), (unseen, False)):
         said = Path(f"{mark}.log").read_text().splitlines()[-1]
         assert json.loads(said) == [sees_run, "s3://a/b"]
-
-
-def test_weights_by_file_are_refused_where_an_engine_does_not_see_them(tmp_path: Path) -> None:
-    source = ModelHandle(path=tmp_path, digest="unused")
-    role = _Started(
-        slot=RoleSlot(kind=RoleKind.ENGINE, index=1, node=1),
-        actor=None,
-        log_path=tmp_path / "engine-1.log",
-        source=source,
-        facts=RoleFacts(pid=1, host="algo-2", sees_run=False),
-    )
-    for transport in ("auto", "broadcast", "file"):
-        spec = tiny_spec(placement={"kind": "ray", "engines": 2}, engine={"transport": transport})
-        placement = RayPlacement(spec, source, tmp_path / "roles")
-        placement._roles = [role]
-        if transport != "file":
-            placement._require_transport()
-            continue
-        with pytest.raises(ConfigError, match=r"engine\.transport is file, .* node 1 \(algo-2\)"):
-            placement._require_transport()
 
 
 LOGGING_ROLE = """

@@ -6,11 +6,8 @@ import asyncio
 import itertools
 import json
 import os
-import secrets
 import signal
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from strop.cluster.engine_process import vllm_environment
+from strop.cluster.ray.engines import ActorEngine
 from strop.engine import (
     Completion,
     Engine,
@@ -29,26 +26,23 @@ from strop.engine import (
     WeightTransport,
     WeightUpdate,
 )
-from strop.engine.remote import RemoteEngine
 from strop.engine.vllm.environment import VLLM
-from strop.engine.wire import ReadyForm
-from strop.errors import EngineError, WeightMismatch
-from strop.hardware.process import spawn, terminate
+from strop.errors import WeightMismatch
 from strop.policy.language_model import LanguageModel
-from strop.policy.publication import WeightSender, tensors_digest
+from strop.policy.publication import tensors_digest
 from strop.policy.scoring import score_replies
-from strop.policy.weights import own_tensors, publish_tensors, weights_digest
+from strop.policy.weights import own_tensors, publish_tensors
 from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
 from strop.tokenizer import Tokenizer
+from tests.cluster.test_engines import tampered
 from tests.conftest import require_system_part
 from tests.engine.contract_suite import EngineContract
 from tests.engine.requests import ask
-from tests.engine.test_remote import Closing, tampered
 from tests.fixtures.builders import request_for
-from tests.fixtures.engine_server import RunningServer
-from tests.fixtures.faulty_vllm import FAULT_FILE
+from tests.fixtures.engine_actor import Closing, RunningEngine, engine_actor
 from tests.fixtures.ray_traces import descendants, is_alive, wait_until
 from tests.fixtures.tiny_model import tiny_model
+from tests.fixtures.tiny_run import tiny_spec
 
 pytestmark = pytest.mark.slow
 CLOSE_NATS = 2e-3
@@ -63,43 +57,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file whose words break the server's worker."""
-    return tmp_path_factory.mktemp("fault") / "word"
-
-
-@pytest.fixture(scope="module")
-def server(model_dir: Path, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def running(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     require_system_part("the environment of vLLM (make vllm-deps)", VLLM.is_ready())
-    work_dir = tmp_path_factory.mktemp("server")
-    key, key_path, ready_path = secrets.token_urlsafe(24), work_dir / "key", work_dir / "ready"
-    key_path.touch(mode=0o600)
-    key_path.write_text(key)
-    modules = work_dir / "modules"
-    modules.mkdir()
-    (modules / "tests").symlink_to(Path(__file__).parents[1])
-    # One core: with two, each waits for the other while the rest of the machine works.
-    added = {**vllm_environment(modules), FAULT_FILE: str(fault), "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    added["TORCH_COMPILE_DISABLE"] = "1"
-    args = [str(VLLM.python), "-P", "-m", "tests.fixtures.faulty_vllm", "--model", str(model_dir)]
-    args += ["--dtype", "float32", "--key-file", str(key_path), "--ready-file", str(ready_path)]
-    args += ["--eager", "--max-num-seqs", "16", "--lora-rank", "8"]
-    child = spawn(args, work_dir / "engine.log", {**os.environ, **added})
-    try:
-        deadline = time.monotonic() + 900
-        while not ready_path.exists():
-            assert child.poll() is None, child.tail()
-            assert time.monotonic() < deadline, child.tail()
-            time.sleep(0.1)
-        ready = ReadyForm.model_validate_json(ready_path.read_bytes())
-        yield RunningServer(child=child, url=ready.url, key=key)
-    finally:
-        terminate(child, 5)
+    spec = tiny_spec(engine={"kind": "vllm", "max_num_seqs": 16}, placement={"kind": "ray"}, lora={"rank": 8})
+    with pytest.MonkeyPatch.context() as patch:
+        # One core: with two, each waits for the other while the rest of the machine works.
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        with engine_actor(spec, model_dir, tmp_path_factory.mktemp("roles")) as started:
+            yield started
 
 
 @pytest.fixture
-def engine(server: RunningServer) -> RemoteEngine:
-    return server.connect()
+def engine(running: RunningEngine) -> ActorEngine:
+    return running.connect()
 
 
 @pytest.fixture
@@ -124,16 +95,6 @@ def publish(model: LanguageModel, folder: Path, mode: UpdateMode = UpdateMode.DR
     )
 
 
-@contextmanager
-def broken(fault: Path, word: str) -> Iterator[None]:
-    """Have the server's worker treat new weights badly."""
-    fault.write_text(word)
-    try:
-        yield
-    finally:
-        fault.unlink()
-
-
 def policy_logprobs(
     model: LanguageModel, prompt_ids: IntArray, reply_ids: IntArray, temperature: float = 1.0
 ) -> Any:
@@ -152,8 +113,8 @@ def long_request(max_tokens: int = 240) -> GenerationRequest:
 
 class TestVllmEngine(EngineContract):
     @pytest.fixture
-    def engine(self, server: RunningServer) -> Engine:
-        return server.connect()
+    def engine(self, running: RunningEngine) -> Engine:
+        return running.connect()
 
     @pytest.fixture
     def shared_update(self, model_dir: Path, tmp_path: Path) -> WeightUpdate:
@@ -168,7 +129,7 @@ class TestVllmEngine(EngineContract):
     "sampling", [Sampling(), Sampling(temperature=0.6), Sampling(temperature=1.7), Sampling(temperature=0.0)]
 )
 def test_log_1_values_are_those_of_the_distribution_sampled_from(
-    sampling: Sampling, engine: RemoteEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+    sampling: Sampling, engine: ActorEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """Incident: an engine reported values before the division by the temperature."""
     model = load(model_dir)
@@ -186,33 +147,8 @@ def test_log_1_values_are_those_of_the_distribution_sampled_from(
         assert len(set(completion.token_ids.tolist())) > 1
 
 
-def test_weights_come_through_a_process_group(
-    engine: RemoteEngine, model_dir: Path, tokenizer: Tokenizer
-) -> None:
-    model = load(model_dir, 1.1)
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    sender, version = WeightSender("127.0.0.1"), next(_versions)
-    update = WeightUpdate(
-        version=version,
-        digest=weights_digest(model),
-        transport=WeightTransport.BROADCAST,
-        path=sender.address("v"),
-    )
-    prompt, reply = tokenizer.encode("1 + 2 ="), tokenizer.encode(" 3, as we all know")
-
-    async def act() -> Any:
-        sending = asyncio.create_task(asyncio.to_thread(sender.send, "v", tensors, 1))
-        await engine.update(update)
-        await sending
-        return await engine.score(prompt, reply, 1.0)
-
-    score = Closing(engine).run(act())
-    assert score.policy_version == version
-    assert score.logprobs == pytest.approx(policy_logprobs(model, prompt, reply), abs=CLOSE_NATS)
-
-
 def test_smp_5_a_prompt_after_an_update_is_that_of_a_cold_engine(
-    engine: RemoteEngine, model_dir: Path, tmp_path: Path
+    engine: ActorEngine, model_dir: Path, tmp_path: Path
 ) -> None:
     """Incident: a prefix cache outlived weight updates, so shared prefixes kept old keys and values."""
     request = replace(long_request(20), prompt_ids=long_prompt())
@@ -231,7 +167,7 @@ def test_smp_5_a_prompt_after_an_update_is_that_of_a_cold_engine(
             assert reply.logprobs == pytest.approx(expected, abs=CLOSE_NATS)
 
 
-def test_more_prompts_than_one_forward_takes_are_all_answered(engine: RemoteEngine) -> None:
+def test_more_prompts_than_one_forward_takes_are_all_answered(engine: ActorEngine) -> None:
     """Prompts that vLLM would cut into chunks, and it dies of that on a CPU where a request has a seed."""
     # 14 prompts of 390 tokens, each its own: 5,460 tokens, and a forward takes 4,096.
     requests = [
@@ -246,7 +182,7 @@ def test_more_prompts_than_one_forward_takes_are_all_answered(engine: RemoteEngi
 
 @pytest.mark.parametrize("kind", ["truncated", "other bytes", "extra"])
 def test_smp_6_damaged_weights_are_refused_and_old_ones_stay(
-    kind: str, engine: RemoteEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+    kind: str, engine: ActorEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """Incident: engines served weights that nobody had published."""
     publish_tensors(own_tensors(load(model_dir, 1.3)), tmp_path / "w.safetensors")
@@ -255,7 +191,7 @@ def test_smp_6_damaged_weights_are_refused_and_old_ones_stay(
 
     async def act() -> tuple[Completion, Completion]:
         before = await engine.generate(request)
-        with pytest.raises(WeightMismatch, match="Allowed: exactly the tensors"):
+        with pytest.raises(WeightMismatch, match="published weights"):
             await engine.update(bad)
         return before, await engine.generate(request)
 
@@ -265,63 +201,9 @@ def test_smp_6_damaged_weights_are_refused_and_old_ones_stay(
     assert before.policy_version == after.policy_version
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("drop", "is not live"),
-        ("forget the head", "lm_head.weight is not live"),
-        ("half", "the reload failed .*the connection broke"),
-    ],
-)
-def test_smp_6_an_engine_that_keeps_old_weights_is_found_and_serves_nothing(
-    word: str,
-    message: str,
-    engine: RemoteEngine,
-    fault: Path,
-    model_dir: Path,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-) -> None:
-    """Incident: agents sampled base weights throughout, because the update could not be loaded."""
-    good = load(model_dir)
-
-    async def act() -> Completion:
-        await engine.update(publish(good, tmp_path))
-        with broken(fault, word), pytest.raises(WeightMismatch, match=message):
-            await engine.update(publish(load(model_dir, 1.01), tmp_path))
-        with pytest.raises(EngineError, match="weights are of no version"):
-            await engine.generate(ask(tokenizer))
-        await engine.update(publish(good, tmp_path))
-        return await engine.generate(ask(tokenizer))
-
-    reply = Closing(engine).run(act())
-    expected = policy_logprobs(good, ask(tokenizer).prompt_ids, reply.token_ids)
-    assert reply.logprobs == pytest.approx(expected, abs=CLOSE_NATS)
-
-
-def test_smp_6_one_changed_value_in_a_hundred_is_enough_to_be_found(
-    engine: RemoteEngine, fault: Path, model_dir: Path, tmp_path: Path
-) -> None:
-    """A small step: 1 % of the values move, each by 1e-4 of itself."""
-    old = load(model_dir)
-    new = load(model_dir)
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in new.named_parameters():
-        is_moved = torch.rand(parameter.shape, generator=generator) < 0.01
-        parameter.data[is_moved] *= 1.0001
-
-    async def act() -> None:
-        await engine.update(publish(old, tmp_path))
-        with broken(fault, "drop"), pytest.raises(WeightMismatch, match="is not live"):
-            await engine.update(publish(new, tmp_path))
-        await engine.update(publish(old, tmp_path))
-
-    Closing(engine).run(act())
-
-
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_replies_under_way_end_as_the_mode_says(
-    mode: UpdateMode, engine: RemoteEngine, model_dir: Path, tmp_path: Path
+    mode: UpdateMode, engine: ActorEngine, model_dir: Path, tmp_path: Path
 ) -> None:
     old, new = load(model_dir), load(model_dir, 1.2)
     request = long_request()
@@ -391,7 +273,7 @@ def with_adapter(model: LanguageModel, folder: Path) -> LanguageModel:
 
 
 def test_adapters_are_swapped_and_end_with_the_next_weights(
-    engine: RemoteEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+    engine: ActorEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     request = ask(tokenizer)
     scales = {"one": 0.05, "two": -0.05}
@@ -438,9 +320,9 @@ def test_adapters_are_swapped_and_end_with_the_next_weights(
     assert abs(values[1] - values[2]) > 0.01
 
 
-def test_prc_5_nothing_of_vllm_outlives_its_server(server: RunningServer) -> None:
-    """Last in this file: it kills the server, as the kernel would for want of memory."""
-    below = descendants(server.child.pid)
-    assert len(below) >= 2
-    os.kill(server.child.pid, signal.SIGKILL)
+def test_prc_5_nothing_of_vllm_outlives_its_actor(running: RunningEngine) -> None:
+    """Last in this file: it kills the actor, as the kernel would for want of memory."""
+    below = descendants(running.pid)
+    assert below
+    os.kill(running.pid, signal.SIGKILL)
     wait_until(lambda: not any(map(is_alive, below)), 120.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 from collections.abc import AsyncGenerator
@@ -14,10 +13,11 @@ import numpy as np
 import pytest
 
 from strop.engine import GenerationRequest, UpdateMode, WeightTransport, WeightUpdate
-from strop.engine.vllm.core import Adapter, Piece
+from strop.engine.loading import EngineSettings
+from strop.engine.vllm.core import Adapter, Piece, VllmCore
 from strop.engine.vllm.engine import VllmEngine
 from strop.engine.vllm.environment import VLLM, EngineLimits, find_python, plan_limits
-from strop.engine.vllm.serve import engine_settings, require_instructions
+from strop.engine.vllm.loading import require_instructions, vllm_arguments
 from strop.errors import ConfigError, EngineError, WeightMismatch
 from strop.hardware import describe_machine
 from strop.policy.footprint import ModelSize
@@ -30,7 +30,7 @@ LIMITS = EngineLimits(max_positions=512, vocab_size=262)
 UPDATE = WeightUpdate(version=7, digest="d7", transport=WeightTransport.FILE, path="/w")
 
 
-class ScriptedCore:
+class ScriptedCore(VllmCore):
     """Says tokens of a text that depends on seed and version, one every turn of the loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -361,19 +361,18 @@ async def test_scores_are_at_temperature_1(engine: VllmEngine, tokenizer: Tokeni
 @pytest.mark.parametrize(("is_gpu", "rows", "batched"), [(True, 512, 8192), (False, 64, 4096)])
 def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched: int) -> None:
     """By itself it decodes 128 replies at once, on a GPU that has room for thousands."""
-    options = argparse.Namespace(
-        model=Path("m"), dtype="bfloat16", eager=False, tensor_parallel=1, max_num_seqs=None
-    )
-    options.gpu_memory_frac = options.lora_rank = None
+    wanted = EngineSettings(kind="vllm", dtype="bfloat16")
     limits = EngineLimits(max_positions=2048, vocab_size=100)
-    settings = engine_settings(options, limits, is_gpu=is_gpu)
+    settings = vllm_arguments(wanted, Path("m"), limits, is_gpu=is_gpu)
     assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (rows, batched)
     # Sampling is what a request asks for, and what is reported is what was sampled from.
     assert (settings["generation_config"], settings["logprobs_mode"]) == ("vllm", "processed_logprobs")
     # Cutting prompts kills it on a CPU.
     assert settings.get("enable_chunked_prefill", True) == is_gpu
-    options.max_num_seqs = 7
-    assert engine_settings(options, limits, is_gpu=is_gpu)["max_num_seqs"] == 7
+    assert settings["enforce_eager"] != is_gpu
+    few = replace(wanted, max_num_seqs=7, is_eager=True)
+    assert vllm_arguments(few, Path("m"), limits, is_gpu=is_gpu)["max_num_seqs"] == 7
+    assert vllm_arguments(few, Path("m"), limits, is_gpu=is_gpu)["enforce_eager"]
 
 
 def test_a_processor_that_vllm_has_no_library_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from strop.cluster import Roles
-from strop.cluster.local import ProcessPlacement
+from strop.cluster.ray.placement import RayPlacement
 from strop.engine import Completion, GenerationRequest
 from strop.errors import EngineError, RunStopped
 from strop.evaluate import read_result
@@ -31,10 +31,12 @@ from strop.record import RunDir, list_runs
 from strop.rollout import Example, Outcome
 from strop.run.held_out import Evaluation
 from strop.spec import RunSpec
+from strop.spec.layout import RoleKind
 from strop.store import ModelHandle
 from strop.tasks.judging import Judge
 from tests.fixtures.attempts import fork, wait_for_end
 from tests.fixtures.dying_runs import NUM_PROLIFIC, STORM, find_marked, prolific_run
+from tests.fixtures.ray_traces import is_alive, wait_until
 from tests.fixtures.silent_engine import train_until_a_write_blocks, train_until_silence
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_disk import tiny_disk
@@ -198,33 +200,21 @@ def test_prc_1_a_write_that_never_ends_ends_the_run_naming_the_stage(
     assert "in save_checkpoint" in log_path.read_text()
 
 
-# Loaded by Python before the engine's program: says its last words and ends once a file is there.
-LAST_WORDS = """
-import os, sys, threading, time
-def end():
-    while not os.path.exists({trigger!r}):
-        time.sleep(0.01)
-    os.write(2, b"cannot go on: libgpu.so is gone\\n")
+def end_with_last_words(role: object) -> None:
+    """End the process of an actor as a library that gives up does."""
+    os.write(2, b"cannot go on: libgpu.so is gone\n")
     os._exit(0)
-if "strop.engine.server" in sys.orig_argv:
-    threading.Thread(target=end, daemon=True).start()
-"""
 
 
 @dataclass(frozen=True)
 class DoomedEngine:
     """Engine processes that are made to end, and runs over them."""
 
-    folder: Path
     model_dir: Path
-
-    @property
-    def trigger(self) -> Path:
-        return self.folder / "end-now"
 
     def compose(self, spec: RunSpec, run_dir: RunDir) -> Composition:
         source = ModelHandle(path=self.model_dir, digest="unused")
-        placement = ProcessPlacement(spec, source, run_dir.path / "roles")
+        placement = RayPlacement(spec, source, run_dir.path / "roles")
         return Composition(spec, self.model_dir, run_dir, placement=placement)
 
     def end_at(
@@ -233,7 +223,7 @@ class DoomedEngine:
         """Let the engine end before it answers request `num_requests + 1`."""
 
         def change(roles: Roles) -> Roles:
-            engine = EndedEngine(roles.engine, made.placement, self.trigger, num_requests)
+            engine = EndedEngine(roles.engine, made.placement, num_requests)
             changed = replace(roles, engine=engine)
             if is_evaluated:
                 made.evaluate = Evaluation(
@@ -247,15 +237,16 @@ class DoomedEngine:
 class EndedEngine:
     """Hands everything on; at the n-th request its process ends by itself."""
 
-    def __init__(self, engine: Any, placement: Any, trigger: Path, num_left: int) -> None:
+    def __init__(self, engine: Any, placement: Any, num_left: int) -> None:
         self._engine, self._placement = engine, placement
-        self._trigger, self._num_left = trigger, num_left
+        self._num_left = num_left
 
     async def generate(self, request: GenerationRequest) -> Completion:
         self._num_left -= 1
-        if self._num_left < 0 and not self._trigger.exists():
-            self._trigger.touch()
-            wait_until_ended(self._placement.engine_pid)
+        if self._num_left == -1:
+            (role,) = self._placement._of(RoleKind.ENGINE)
+            role.actor.__ray_call__.remote(end_with_last_words)
+            await asyncio.to_thread(wait_until, lambda: not is_alive(role.facts.pid), 60.0)
         completion: Completion = await self._engine.generate(request)
         return completion
 
@@ -263,21 +254,9 @@ class EndedEngine:
         return getattr(self._engine, name)
 
 
-def wait_until_ended(pid: int) -> None:
-    stat = Path(f"/proc/{pid}/stat")
-    # Whoever waits for it may do so between a look and the next.
-    with suppress(OSError):
-        while stat.read_text().split(") ")[1][0] != "Z":
-            time.sleep(0.01)
-
-
 @pytest.fixture
-def doomed(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> DoomedEngine:
-    (tmp_path / "hook").mkdir()
-    made = DoomedEngine(tmp_path / "hook", tiny_model_dir)
-    (made.folder / "sitecustomize.py").write_text(LAST_WORDS.format(trigger=str(made.trigger)))
-    monkeypatch.setenv("PYTHONPATH", str(made.folder), prepend=os.pathsep)
-    return made
+def doomed(tiny_model_dir: Path) -> DoomedEngine:
+    return DoomedEngine(tiny_model_dir)
 
 
 @pytest.mark.slow
@@ -290,7 +269,7 @@ def test_prc_5_a_role_that_ends_in_mid_run_is_told_with_status_and_last_words(
     # Each step asks 12 times.
     with pytest.raises(RunStopped, match="all 12 rollouts of step 3 failed: engine") as caught:
         made.run(doomed.end_at(made, NUM_GATE_REQUESTS + 24))
-    assert "ended with exit code 0" in str(caught.value)
+    assert "role engine-0 on node 0" in str(caught.value)
     assert "cannot go on: libgpu.so is gone" in str(caught.value)
     assert "goes on from checkpoint step-000002" in str(caught.value)
     assert [line["step"] for line in made.run_dir.metrics.read()] == [1, 2]
@@ -303,13 +282,12 @@ def test_prc_5_an_evaluation_that_was_cut_off_is_repeated(tmp_path: Path, doomed
     made = doomed.compose(spec, new_run(tmp_path / "runs"))
     # 12 held-out examples, each once greedily and once sampled; then two steps, and 5 of the next evaluation.
     num_before = NUM_GATE_REQUESTS + 24 + 24 + 5
-    with pytest.raises(EngineError, match="ended with exit code 0") as caught:
+    with pytest.raises(EngineError, match="role engine-0 on node 0") as caught:
         made.run(doomed.end_at(made, num_before, is_evaluated=True))
     assert "cannot go on: libgpu.so is gone" in str(caught.value)
     # Step 2 is trained, and has no checkpoint before it is evaluated.
     assert [line["step"] for line in made.run_dir.metrics.read()] == [1, 2]
     assert made.run_dir.checkpoint_steps() == [1]
-    doomed.trigger.unlink()
     run_dir = RunDir.open(made.run_dir.path)
     run_dir.acquire()
     again = doomed.compose(spec, run_dir)

@@ -1,4 +1,4 @@
-"""vLLM as an `Engine`: token ids in, token ids out, and weights that are proven.
+"""vLLM as an `Engine`: token ids in, token ids out, under weights of one version.
 
 Stops, budgets and versions are computed by strop, so that a reply ends here where it ends in the native
 engine. Equal requests get equal replies as far as vLLM's kernels give equal bits: another batch may round
@@ -167,8 +167,8 @@ class VllmEngine:
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`. Updates are applied one at a time.
 
-        Raises: WeightMismatch also if vLLM's own tensors are not the published ones after loading, or if it
-            used keys and values again that are of other weights (`weight_canary`).
+        Raises: WeightMismatch also if loading failed half-way, or if vLLM used keys and values again that are
+            of other weights (`weight_canary`).
         """
         if self._is_closed:
             raise closed()
@@ -224,7 +224,7 @@ class VllmEngine:
         await self._replies.none_left()
 
     async def _swap_weights(self, update: WeightUpdate, path: str) -> None:
-        """Have every worker load the file and prove it.
+        """Have every worker load the file.
 
         Raises: WeightMismatch.
         """

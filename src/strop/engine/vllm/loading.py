@@ -49,7 +49,7 @@ async def load_vllm(settings: EngineSettings, model_dir: Path, *, version: int) 
     if not is_gpu:
         require_instructions(describe_machine())
         cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     try:
         with importing():
             import vllm  # noqa: F401
