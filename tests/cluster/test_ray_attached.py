@@ -224,5 +224,3 @@ def test_a_run_attaches_where_it_finds_what_it_asks_for_and_leaves_the_cluster_a
 def test_a_running_cluster_has_settings_of_its_own() -> None:
     with pytest.raises(ValueError, match="has settings of its own"):
         tiny_spec(ray={"address": "auto", "temp_dir": "/tmp/ray"})
-    with pytest.raises(ValueError, match="only Ray starts several"):
-        tiny_spec(ray={"address": "auto"}, placement={"kind": "inline"})

@@ -29,7 +29,7 @@ from strop.cluster import Roles
 from strop.cluster.contract import with_frozen
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
-from strop.engine.router import ReplicaCause, ReplicaEvent, Router
+from strop.engine.pool import EnginePool, ReplicaCause, ReplicaEvent
 from strop.errors import CorruptRecord, EngineError, EngineLost
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.io.endpoints import ENDPOINTS_VARIABLE
@@ -246,7 +246,7 @@ def test_prc_5_a_killed_engine_is_survived_and_the_last_one_ends_every_wait(scen
 
     async def survive() -> None:
         engine = scene.roles.engine
-        assert isinstance(engine, Router)
+        assert isinstance(engine, EnginePool)
         engine.report_to(events.append)
         expected = await engine.generate(request)
         os.kill(pids[0], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Engines that answer when a test says so, and a router over some of them."""
+"""Engines that answer when a test says so, and a pool over some of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from strop.engine import Completion, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
-from strop.engine.router import ReplicaCause, ReplicaEvent, Router, RouterLimits
+from strop.engine.pool import EnginePool, ReplicaCause, ReplicaEvent
 from strop.rollout import FinishReason, IntArray
 from tests.fixtures.builders import request_for
 
@@ -82,8 +82,8 @@ def ask(seed: int, prompt: Sequence[int] = (), *, max_tokens: int = 10) -> Gener
     )
 
 
-def start(router: Router, *requests: GenerationRequest) -> list[asyncio.Task[Completion]]:
-    return [asyncio.create_task(router.generate(request)) for request in requests]
+def start(pool: EnginePool, *requests: GenerationRequest) -> list[asyncio.Task[Completion]]:
+    return [asyncio.create_task(pool.generate(request)) for request in requests]
 
 
 async def turn() -> None:
@@ -97,16 +97,13 @@ def run(waiting: Coroutine[Any, Any, Result]) -> Result:
 
 
 class Desk:
-    """Some held engines behind a router, and what it told."""
+    """Some held engines in a pool, and what it told."""
 
-    def __init__(self, num_engines: int, **limits: Any) -> None:
+    def __init__(self, num_engines: int) -> None:
         self.engines = [HeldEngine() for _ in range(num_engines)]
         self.events: list[ReplicaEvent] = []
-        self.router = Router(
-            {f"e{index}": engine for index, engine in enumerate(self.engines)},
-            limits=RouterLimits(**limits),
-            on_event=self.events.append,
-        )
+        self.pool = EnginePool({f"e{index}": engine for index, engine in enumerate(self.engines)})
+        self.pool.report_to(self.events.append)
 
     @property
     def seeds(self) -> list[list[int]]:

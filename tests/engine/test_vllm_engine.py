@@ -15,9 +15,8 @@ import pytest
 from strop.engine import GenerationRequest, UpdateMode, WeightTransport, WeightUpdate
 from strop.engine.loading import EngineSettings
 from strop.engine.vllm.core import Adapter, Piece, VllmCore
-from strop.engine.vllm.engine import VllmEngine
+from strop.engine.vllm.engine import VllmEngine, require_instructions, vllm_arguments
 from strop.engine.vllm.environment import VLLM, EngineLimits, find_python, plan_limits
-from strop.engine.vllm.loading import require_instructions, vllm_arguments
 from strop.errors import ConfigError, EngineError, WeightMismatch
 from strop.hardware import describe_machine
 from strop.policy.footprint import ModelSize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.train.watch import process
-from tests.engine.held import Desk, ask, run, turn
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.record.test_prediction import PLANNED
 
@@ -60,32 +58,3 @@ def test_prc_9_a_stage_that_is_slower_than_planned_is_named(
     assert [event.step for event in found] == [4, 5]
     assert all(event.detail.startswith("generate took ") for event in found)
     assert "look on which device the engine computes" in found[0].detail
-
-
-def test_prc_3_a_long_queue_waits_as_long_as_the_work_before_it_and_no_longer() -> None:
-    """Incident: waking 5,600 tasks cost 100 to 170 s for each place that became free."""
-
-    async def act() -> tuple[list[int], int]:
-        desk, ended, num_rounds = Desk(7, max_running=100), list[int](), 0
-
-        async def speak(seed: int) -> None:
-            await desk.router.generate(ask(seed))
-            ended.append(seed)
-
-        speaking = [asyncio.create_task(speak(seed)) for seed in range(5_600)]
-        while not all(one.done() for one in speaking):
-            await turn()
-            num_rounds += 1
-            for engine in desk.engines:
-                engine.answer(100)
-            await turn()
-        return ended, num_rounds
-
-    started_at = time.perf_counter()
-    ended, num_rounds = run(act())
-    # 700 places.
-    assert num_rounds == 8
-    # In order of arrival, up to those of one round.
-    assert all(abs(place - seed) < 700 for place, seed in enumerate(ended))
-    # Half a second on the machine where it was written: no waiter is woken in vain.
-    assert time.perf_counter() - started_at < 30.0

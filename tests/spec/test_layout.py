@@ -61,7 +61,7 @@ def asked(**sections: Any) -> RunSpec:
         ({"gpus": 4}, "ray", "learner-0 learner-1 learner-2 learner-3 engine-0 engine-1 engine-2 engine-3"),
         ({"train_gpus": 2, "infer_gpus": 2}, "ray", "learner-0 learner-1 engine-0 engine-1"),
         ({"single_gpu": True}, "inline", "learner-0 engine-0"),
-        ({"train_gpus": 1, "infer_gpus": 1}, "process", "learner-0 engine-0"),
+        ({"train_gpus": 1, "infer_gpus": 1}, "ray", "learner-0 engine-0"),
         ({"nodes": 2}, "ray", "learner-0 engine-0 engine-1"),
     ],
 )
@@ -97,7 +97,7 @@ def test_engines_that_are_counted_share_the_gpus_in_vllm() -> None:
     assert (layout.num_engines, layout.tensor_parallel) == (2, 2)
     assert places(layout)["engine-1"] == (0, share("infer", 2, 2))
     layout = asked(engine={"kind": "vllm", "tensor_parallel": 4}, job=job).layout
-    assert (layout.num_engines, layout.kind) == (1, "process")
+    assert (layout.num_engines, layout.kind) == (1, "ray")
 
 
 def test_imitation_learns_on_all_gpus_and_evaluates_in_turns() -> None:
@@ -136,12 +136,16 @@ def test_workers_prefer_the_nodes_without_gpus() -> None:
             {"engine": {"kind": "vllm", "tensor_parallel": 4}, "job": {"nodes": 2, "infer_gpus": 2}},
             "do not go into nodes with 2, 2 GPUs",
         ),
-        ({"placement": {"kind": "inline"}, "job": {"gpus": 4}}, "only Ray starts several processes"),
-        (
-            {"placement": {"kind": "inline"}, "job": {"train_gpus": 1, "infer_gpus": 1}},
-            "the GPUs for generation would be idle",
+        *(
+            ({"placement": {"kind": "inline"}, **several}, "only Ray starts other processes")
+            for several in (
+                {"job": {"gpus": 4}},
+                {"job": {"train_gpus": 1, "infer_gpus": 1}},
+                {"engine": {"kind": "vllm"}},
+                {"task": JUDGED},
+                {"ray": {"address": "auto"}},
+            )
         ),
-        ({"placement": {"kind": "ray", "engines": 2}}, "only Ray starts several processes"),
         ({"placement": {"rollout_workers": 3, "engines": 2}}, "some engines would have fewer workers"),
         ({"placement": {"rollout_workers": 0}, "job": {"gpus": 1, "env_gpus": 1}}, "for job.env_gpus"),
         ({"job": {"gpus": 1, "judge_gpus": 1}}, "the run starts 0 judges"),
@@ -169,7 +173,7 @@ def test_a_run_here_is_laid_out_on_the_nodes_that_are_here() -> None:
     spec = asked(job={"nodes": 2, "train_gpus": 1, "infer_gpus": 1})
     assert settle_layout(spec).placement.learners == 2
     here = settle_layout(spec, 1)
-    assert (here.placement.kind, here.placement.learners, here.placement.engines) == ("process", 1, 1)
+    assert (here.placement.kind, here.placement.learners, here.placement.engines) == ("ray", 1, 1)
     with pytest.raises(ConfigError, match="no node is left to learn"):
         settle_layout(asked(job={"nodes": 2, "gpus": 2, "infer_nodes": 1}), 1)
 
@@ -194,7 +198,7 @@ BESIDE = st.fixed_dictionaries(
 PLACEMENTS = st.fixed_dictionaries(
     {},
     optional={
-        "kind": st.sampled_from(["inline", "process", "ray", None]),
+        "kind": st.sampled_from(["inline", "ray", None]),
         "learners": COUNTS,
         "engines": COUNTS,
         "rollout_workers": st.none() | st.integers(0, 6),

@@ -109,7 +109,7 @@ def test_the_pairs_of_a_range_by_hand() -> None:
             {"train": {"max_staleness": 1}, "placement": {"kind": "inline"}},
             "nothing is sampled while the learner works",
         ),
-        ({"placement": {"kind": "inline", "rollout_workers": 1}}, "or processes for rollouts"),
+        ({"placement": {"kind": "inline", "rollout_workers": 1}}, "only Ray starts other processes"),
         ({"sft": {"source": "/a.jsonl"}}, "would not be trained on"),
         ({"train": {"terms": "sft"}, "sft": {"source": "/a.jsonl", "weight": 0.5}}, "there is no other term"),
         (
@@ -173,7 +173,7 @@ def test_other_names_are_mapped_to_those_of_folders_and_jobs(name: str) -> None:
     assert re.fullmatch(r"[a-z0-9][a-z0-9-]{0,39}", RunSpec(name=name, task=ArithmeticSpec()).name)
 
 
-RAY = {"kind": "process"}
+RAY = {"kind": "ray"}
 TEACHER = {"source": "model", "model": "some/model"}
 LONG = {"name": "arithmetic", "max_reply_tokens": 600}
 CASES: list[tuple[dict[str, Any], str]] = [

@@ -23,7 +23,7 @@ from strop.engine import (
     WeightUpdate,
 )
 from strop.engine.native import NativeEngine
-from strop.engine.router import ReplicaCause, Router
+from strop.engine.pool import EnginePool, ReplicaCause
 from strop.errors import EngineError, WeightMismatch
 from strop.policy.language_model import LanguageModel
 from strop.rollout import FloatArray, IntArray
@@ -102,14 +102,14 @@ class ScoringEngine(HeldEngine):
 def fleet(*engines: ScoringEngine) -> Desk:
     desk = Desk(len(engines))
     desk.engines[:] = engines
-    for replica, engine in zip(desk.router._replicas, engines, strict=True):
+    for replica, engine in zip(desk.pool._replicas, engines, strict=True):
         replica.engine = engine
     return desk
 
 
 async def publish(desk: Desk, canary: WeightCanary, version: int) -> list[CanaryFinding]:
-    await desk.router.update(WeightUpdate(version=version, digest="d", transport=WeightTransport.SHARED))
-    return await canary.check(desk.router, version, shifted(OLD, 0.01 * version))
+    await desk.pool.update(WeightUpdate(version=version, digest="d", transport=WeightTransport.SHARED))
+    return await canary.check(desk.pool, version, shifted(OLD, 0.01 * version))
 
 
 async def test_smp_6_a_replica_that_silently_keeps_old_weights_is_named_and_gets_no_request() -> None:
@@ -120,12 +120,12 @@ async def test_smp_6_a_replica_that_silently_keeps_old_weights_is_named_and_gets
     # Its receipt names the new version and digest all the same.
     desk.engines[1].keeps_old_weights = True  # type: ignore[attr-defined]
     findings = await publish(desk, canary, 2)
-    assert desk.router.load.num_serving == 1
+    assert [desk.pool.serves(name) for name in ("e0", "e1")] == [True, False]
     desk.engines[1].keeps_old_weights = False  # type: ignore[attr-defined]
     await publish(desk, canary, 3)
     await asyncio.sleep(0)
     assert await publish(desk, canary, 4) == []
-    assert desk.router.load.num_serving == 2
+    assert [desk.pool.serves(name) for name in ("e0", "e1")] == [True, True]
     (finding,) = findings
     assert finding.replica == "e1"
     assert finding.detail == (
@@ -141,7 +141,7 @@ async def test_a_replica_that_cannot_score_is_unproven() -> None:
     assert await publish(desk, canary, 1) == []
     desk.engines[1].failure = EngineError("out of memory")
     with pytest.raises(EngineError, match="none of 2 engines is left"):
-        await canary.check(desk.router, 1, OLD)
+        await canary.check(desk.pool, 1, OLD)
     assert desk.causes == [("e0", ReplicaCause.UNPROVEN), ("e1", ReplicaCause.UNPROVEN)]
 
 
@@ -284,7 +284,7 @@ def test_a_replica_samples_nothing_before_it_has_shown_what_it_computes_with(
 
     def pair(roles: Roles) -> Roles:
         replicas.append(Forgetful(tiny_model_dir, roles))
-        return replace(roles, engine=Router({"sound": roles.engine, "forgetful": replicas[0]}))
+        return replace(roles, engine=EnginePool({"sound": roles.engine, "forgetful": replicas[0]}))
 
     made.run(pair)
     assert set(replicas[0].asked_at) == {0}

@@ -15,7 +15,7 @@ import pytest
 
 from strop.cluster import Roles
 from strop.engine.native import NativeEngine
-from strop.engine.router import Router
+from strop.engine.pool import EnginePool
 from strop.environments import RolloutPlan, choose_environment, run_group
 from strop.environments.worlds import BuiltInWorld
 from strop.errors import Interrupted
@@ -259,7 +259,7 @@ def test_each_of_several_engines_has_a_lane(tmp_path: Path, tiny_model_dir: Path
 
     def change(roles: Roles) -> Roles:
         other = NativeEngine(learner_of(roles).model, roles.tokenizer)
-        return replace(roles, engine=Router({"engine-0": roles.engine, "engine-1": other}))
+        return replace(roles, engine=EnginePool({"engine-0": roles.engine, "engine-1": other}))
 
     made.run(change)
     lanes = {span["lane"] for step, span in read_spans(made) if step == 1}

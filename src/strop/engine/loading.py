@@ -85,7 +85,7 @@ async def load_engine(settings: EngineSettings, model_dir: Path, *, version: int
     Raises: ConfigError if the model or a setting cannot be used, or this interpreter lacks vLLM.
     """
     if settings.kind == "vllm":
-        from strop.engine.vllm.loading import load_vllm
+        from strop.engine.vllm.engine import load_vllm
 
         return await load_vllm(settings, model_dir, version=version)
     with importing():

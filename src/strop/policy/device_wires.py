@@ -1,6 +1,6 @@
 """Weights from GPU to GPU without the CPU: NCCL between two GPUs, CUDA IPC on one.
 
-A publication is offered as in `publication`, at a TCP store: `nccl://host:port/name` or `ipc://...`. All
+A publication is offered at a TCP store: `nccl://host:port/name` or `ipc://...`. All
 ranks of a learner gather one tensor after the other and the first sends it to every receiver before the next
 one is gathered, so that no GPU holds more than one whole tensor beside its share. By IPC each rank sends to
 the receivers on its GPU. Each receiver has a separate wire: one that dies is left out, and the others go on.

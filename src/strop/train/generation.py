@@ -26,7 +26,7 @@ from strop.algorithm import Algorithm, needs_replacement
 from strop.algorithm.advantages import has_enough_scored
 from strop.cluster import Roles
 from strop.engine.contract import TimedEngine
-from strop.engine.router import Router
+from strop.engine.pool import EnginePool
 from strop.environments import RolloutPlan, choose_environment, run_group
 from strop.hardware.busy_clock import BusyClock, Interval
 from strop.record.timeline import ENGINE
@@ -49,7 +49,7 @@ class Collector:
         self._roles = roles
         self._on_group = on_group
         # A router times each of its engines.
-        self._engine = roles.engine if isinstance(roles.engine, Router) else TimedEngine(roles.engine)
+        self._engine = roles.engine if isinstance(roles.engine, EnginePool) else TimedEngine(roles.engine)
         self._intervals: dict[int, Interval] = {}
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 from strop.cluster import Roles
 from strop.engine import UpdateMode, WeightTransport, WeightUpdate
 from strop.engine.contract import Engine, ReplyScore
-from strop.engine.router import ReplicaCause, ReplicaEvent, Router
+from strop.engine.pool import EnginePool, ReplicaCause, ReplicaEvent
 from strop.errors import WeightMismatch
 from strop.policy.scoring import pack_given
 from strop.record import EventKind
@@ -66,7 +66,7 @@ class WeightCanary:
         `learner_T` are the learner's scores of `reply_ids` under the published weights.
         Raises: WeightMismatch if none passes.
         """
-        if isinstance(engine, Router):
+        if isinstance(engine, EnginePool):
             scores = await engine.score_each(self.prompt_ids, self.reply_ids, 1.0)
         else:
             scores = {_ALONE: await engine.score(self.prompt_ids, self.reply_ids, 1.0)}
@@ -90,7 +90,7 @@ class WeightCanary:
                 allowed="at least one engine that scores as the learner does",
                 next_step="read the engines' logs and start the run again; it resumes",
             )
-        if isinstance(engine, Router):
+        if isinstance(engine, EnginePool):
             for finding in findings:
                 engine.condemn(finding.replica, finding.detail)
         return findings
@@ -165,7 +165,7 @@ class Publishing:
         self._proof: asyncio.Task[None] | None = None
         self.step = 0
         """Steps behind the weights that the engine serves."""
-        if isinstance(roles.engine, Router):
+        if isinstance(roles.engine, EnginePool):
             roles.engine.report_to(self._note_replica)
 
     async def publish(self, step: int) -> None:
@@ -188,7 +188,7 @@ class Publishing:
             # An engine that shares the learner's tensors cannot serve other ones.
             if update.transport is not WeightTransport.SHARED:
                 self._proof = asyncio.create_task(self._prove(update))
-            if isinstance(self._roles.engine, Router):
+            if isinstance(self._roles.engine, EnginePool):
                 # A replica that fails is taken out, and must not have sampled anything before.
                 await self.await_proof()
             self._version = update.version
@@ -217,9 +217,5 @@ class Publishing:
         await self._canary.check(self._roles.engine, update.version, learner_T)
 
     def _note_replica(self, event: ReplicaEvent) -> None:
-        is_good = event.cause in (ReplicaCause.JOINED, ReplicaCause.BACK)
-        kind = EventKind.NOTICE if is_good else EventKind.TRIPWIRE
-        detail = f"{event.replica}: {event.detail}"
-        if event.num_moved:
-            detail += f"; {event.num_moved} requests go to other replicas"
-        self._note_event(kind, event.cause.value, detail)
+        kind = EventKind.NOTICE if event.cause is ReplicaCause.BACK else EventKind.TRIPWIRE
+        self._note_event(kind, event.cause.value, f"{event.replica}: {event.detail}")

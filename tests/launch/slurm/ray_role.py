@@ -23,7 +23,7 @@ import numpy as np
 from strop.cluster import Roles
 from strop.cluster.ray.placement import RayPlacement
 from strop.cluster.ray.runtime import read_nodes
-from strop.engine.router import ReplicaEvent, Router
+from strop.engine.pool import EnginePool, ReplicaEvent
 from strop.errors import StropError
 from strop.record import RunDir
 from strop.store import ModelHandle, get_model
@@ -80,7 +80,7 @@ async def act(run_path: Path, model_uri: str) -> None:
 async def wait_for_loss(roles: Roles, run_path: Path, *, is_last: bool) -> None:
     """Ask roles that live until the last engine is gone, or the first one where `is_last`."""
     router = roles.engine
-    assert isinstance(router, Router)
+    assert isinstance(router, EnginePool)
     lost: list[ReplicaEvent] = []
     router.report_to(lost.append)
     num_told = 0

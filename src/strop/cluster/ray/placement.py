@@ -37,9 +37,9 @@ from strop.cluster.ray.settings import (
     require_ray,
 )
 from strop.cluster.ray.workers import RolloutWorker, RolloutWorkers, assign_engines
-from strop.engine.contract import Engine, default_rows
+from strop.engine.contract import Engine
 from strop.engine.loading import EngineSettings, streams_replies
-from strop.engine.vllm.interpreter import command_of
+from strop.engine.vllm.environment import command_of
 from strop.errors import EngineError
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.hardware.ports import NAMES_VARIABLE
@@ -303,10 +303,10 @@ class RayPlacement:
         self, workers: Sequence[_Started], chosen: Sequence[int], engine: Engine
     ) -> RolloutWorkers:
         """Return all workers as one object, which only uses workers whose engine serves."""
-        from strop.engine.router import Router
+        from strop.engine.pool import EnginePool
 
         def serves(worker: int) -> bool:
-            return not isinstance(engine, Router) or engine.serves(f"engine-{chosen[worker]}")
+            return not isinstance(engine, EnginePool) or engine.serves(f"engine-{chosen[worker]}")
 
         assert self._watch is not None
         actors = [worker.actor for worker in workers]
@@ -325,16 +325,12 @@ class RayPlacement:
     def _join_engines(self) -> Engine:
         if len(self._engines) == 1:
             return self._engines[0]
-        from strop.engine.router import ReplicaCause, Router, RouterLimits
+        from strop.engine.pool import EnginePool, ReplicaCause
 
         assert self._watch is not None
-        is_gpu = self._spec.layout.has_gpus
-        router = Router(
-            {f"engine-{index}": engine for index, engine in enumerate(self._engines)},
-            limits=RouterLimits.for_rows(self._spec.engine.max_num_seqs or default_rows(is_gpu=is_gpu)),
-        )
-        self._watch.report_to(lambda name, message: router.condemn(name, message, ReplicaCause.LOST))
-        return router
+        pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(self._engines)})
+        self._watch.report_to(lambda name, message: pool.condemn(name, message, ReplicaCause.LOST))
+        return pool
 
     def _find_acknowledged(self) -> int | None:
         """Return the oldest version that a living engine may still read."""

@@ -1,6 +1,7 @@
 """vLLM as an engine: an actor of Ray whose process has an interpreter of its own.
 
-`environment` says which interpreter has vLLM and what is refused before vLLM starts, and with `interpreter`,
-which starts it, is all that strop's own process imports. There `loading` makes `engine.VllmEngine` over
-vLLM's AsyncLLM (`core`); `weights` is what vLLM's workers run when new weights come.
+`environment` says which interpreter has vLLM, starts it, and refuses what vLLM would refuse late; it is all
+that strop's own process imports. There `engine.load_vllm` makes a `VllmEngine` over vLLM's AsyncLLM (`core`),
+and `weights` is what vLLM's workers run when new weights come. Only light modules of strop are imported
+there: that interpreter has vLLM's pins, not strop's.
 """

@@ -1,23 +1,35 @@
 """Before vLLM starts: its interpreter, the limits of requests and caches, and how its processes end.
 
+`python -m strop.engine.vllm.environment [--python P] -- WORDS` starts a program in that interpreter. Ray
+starts the process of a vLLM engine so, on the engine's machine: it sees strop's modules and no other package
+of this environment.
+
 Requests and caches that vLLM has no room for are refused here, because vLLM itself refuses them late.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import hashlib
+import os
+import shlex
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from strop.errors import ConfigError
+import strop
+from strop.errors import EXIT_FAILED, ConfigError, StropError
+from strop.io.variables import user_cache_dir
 from strop.policy.footprint import COPY_BYTES, ModelSize
 from strop.rollout import IntArray
-from strop.store.python_environment import PythonEnvironment
+from strop.store.python_environment import KEEP_BYTECODE, PythonEnvironment
 
 # torchvision, torchaudio and torchcodec are for images, sound and video, and have no CPU build everywhere.
 # torch comes first and alone: this exact pin is offered as a CPU build where one is kept. Tried with Python
@@ -30,6 +42,7 @@ VLLM = PythonEnvironment(
     left_out=("torch", "torchvision", "torchaudio", "torchcodec"),
 )
 
+MODULE = "strop.engine.vllm.environment"
 CPU_KV_CACHE_BYTES = 1 << 30
 """Default on a CPU: vLLM's own is nine tenths of the machine's memory."""
 GPU_MEMORY_FRAC = 0.92
@@ -115,3 +128,54 @@ def follow_parent() -> None:
     if sys.platform == "linux":
         # 1 is PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def command_of(configured: str | None) -> str:
+    """Return the command line by which Ray starts vLLM's interpreter, for a shell.
+
+    `configured` is `engine.python`.
+    Raises: ConfigError if this machine has no such interpreter, or it has another Ray than this one.
+    """
+    python = find_python(configured)
+    asked = "from importlib.metadata import version; print(version('ray'))"
+    found = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False)
+    if (there := found.stdout.strip()) != version("ray"):
+        raise ConfigError(
+            f"{python} has {f'Ray {there}' if there else 'no Ray'}",
+            allowed=f"ray=={version('ray')} beside vLLM: its engine is an actor",
+            next_step=f"run `make vllm-deps`, or install ray=={version('ray')} there",
+        )
+    given = [] if configured is None else ["--python", configured]
+    return shlex.join([sys.executable, "-P", "-m", MODULE, *given, "--"])
+
+
+def main() -> int:
+    """Replace this process by the program; return an exit code where that fails."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("--python", help="the interpreter; else the one that strop finds")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    arguments = [word for word in options.arguments if word != "--"]
+    try:
+        python = str(find_python(options.python))
+        variables = {"PYTHONPATH": str(_make_modules()), "PYTHONSAFEPATH": "1", **KEEP_BYTECODE}
+        os.execve(python, [python, *arguments], {**os.environ, **variables})
+    except (StropError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
+
+
+def _make_modules() -> Path:
+    """Return a folder that holds strop and nothing else."""
+    source = Path(strop.__file__).parent
+    folder = user_cache_dir() / "engine" / "modules" / hashlib.sha256(bytes(source)).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    link, partial = folder / "strop", folder / f".{os.getpid()}"
+    if not link.exists():
+        partial.symlink_to(source)
+        os.replace(partial, link)
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())
