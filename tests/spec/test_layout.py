@@ -141,7 +141,6 @@ def test_workers_prefer_the_nodes_without_gpus() -> None:
             for several in (
                 {"job": {"gpus": 4}},
                 {"job": {"train_gpus": 1, "infer_gpus": 1}},
-                {"engine": {"kind": "vllm"}},
                 {"task": JUDGED},
                 {"ray": {"address": "auto"}},
             )

@@ -338,7 +338,7 @@ def _choose_kind(spec: RunSpec, nodes: Sequence[LayoutNode], roles: tuple[Sequen
             {"placement.kind": asked, **{k: v for k, v in counts.items() if v}, **_gpus_asked(spec)},
             f"they make {learners} learners, {engines} engines, {workers} rollout workers and"
             f" {len(role_judges(spec.task))} judges on {num_main} nodes, and only Ray starts other processes",
-            allowed="placement.kind = 'ray', or one learner and its own engine on one GPU",
+            allowed="placement.kind = 'ray', or one learner and its own engine, as with job.single_gpu",
             next_step="leave placement.kind out, or ask for less",
         )
     if asked is not None:
