@@ -44,8 +44,8 @@ print(json.dumps({
     "groups": len([1 for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"]),
 }))
 """
-LOOPBACK_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Loopback is an address to Ray only so."""
+LOOPBACK_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
+"""Loopback is an address to Ray only so. A token in the user's home would change the mode."""
 
 
 @pytest.fixture(autouse=True)

@@ -29,11 +29,18 @@ from strop.cluster import Roles
 from strop.cluster.contract import with_frozen
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
+from strop.cluster.ray.runtime import read_nodes
 from strop.engine.pool import EnginePool, ReplicaCause, ReplicaEvent
 from strop.errors import CorruptRecord, EngineError, EngineLost
-from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
-from strop.io.endpoints import ENDPOINTS_VARIABLE
+from strop.hardware.ports import (
+    NODE_VARIABLE,
+    NUM_NODES_VARIABLE,
+    find_host_address,
+)
+from strop.hardware.process import spawn, terminate
+from strop.io.endpoints import ENDPOINTS_VARIABLE, write_secret
 from strop.record import RunDir
+from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
 from strop.rollout import Group, Split
 from strop.spec import RunSpec
 from strop.spec.layout import RAY_NODE_MODULE
@@ -41,8 +48,8 @@ from strop.store import ModelHandle
 from strop.train.loop import TrainInput, TrainLoop
 from tests.fixtures.builders import plan_for, request_for
 from tests.fixtures.judged import JudgedSpell, judge_spec
-from tests.fixtures.ray_traces import files_of_nodes, is_alive, needs_ray
-from tests.fixtures.sockets import find_interface
+from tests.fixtures.ray_traces import files_of_nodes, is_alive, needs_ray, wait_until
+from tests.fixtures.sockets import find_interface, free_port
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
@@ -86,7 +93,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def num_nodes() -> Iterator[int]:
+def num_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The nodes of the job; this process is on the first."""
     interface = find_interface()
     with pytest.MonkeyPatch.context() as patch:
@@ -95,6 +102,10 @@ def num_nodes() -> Iterator[int]:
         if interface is not None:
             patch.setenv(NUM_NODES_VARIABLE, "2")
             patch.setenv("GLOO_SOCKET_IFNAME", interface)
+            token_path = tmp_path_factory.mktemp("job") / "ray.token"
+            write_secret(token_path, "0" * 64)
+            patch.setenv(RAY_TOKEN_PATH, str(token_path))
+            patch.setenv(RAY_ADDRESS, f"{find_host_address(2, interface)}:{free_port()}")
         yield 1 if interface is None else 2
 
 
@@ -119,7 +130,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, num_nodes: 
         make_task=partial(JudgedSpell, JUDGE, DIGEST),
         judges={JUDGE: judge},
     )
-    join = [sys.executable, "-m", RAY_NODE_MODULE, str(run_dir.path)]
+    join = [sys.executable, "-m", RAY_NODE_MODULE, str(run_dir.path / "attempts" / "1")]
     joining = [
         subprocess.Popen(join, env={**os.environ, NODE_VARIABLE: str(node)}) for node in range(1, num_nodes)
     ]
@@ -230,6 +241,43 @@ def read_files(path: Path) -> dict[str, bytes]:
     for one in path.glob("*.safetensors"):
         found |= {f"{one.name}/{name}": value.numpy().tobytes() for name, value in load_file(one).items()}
     return found
+
+
+@pytest.fixture
+def ray_dir() -> Iterator[str]:
+    """A folder of another Ray node: short, as paths of sockets end at 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def test_a_node_that_somebody_adds_may_be_used_and_lost(scene: Scene, tmp_path: Path, ray_dir: str) -> None:
+    """More nodes join by Ray's own command. Their loss is no event of the run."""
+    if scene.num_nodes == 1:
+        pytest.skip("a network beside loopback is needed")
+    import ray
+
+    before = read_nodes()
+    words = ["start", "--block", f"--address={os.environ[RAY_ADDRESS]}", "--num-cpus=1"]
+    words += ["--resources", '{"added": 1}', f"--temp-dir={ray_dir}"]
+    added = spawn([sys.executable, "-m", "ray.scripts.scripts", *words], tmp_path / "added.log")
+    try:
+        wait_until(lambda: "added" in ray.cluster_resources(), 120.0)
+        find_node = ray.remote(num_cpus=0, resources={"added": 0.1})(
+            lambda: ray.get_runtime_context().get_node_id()
+        )
+        assert ray.get(find_node.remote()) not in [node.ray_id for node in before]
+        terminate(added, 10.0)
+        wait_until(lambda: any(not node["Alive"] for node in ray.nodes()), 120.0)
+    finally:
+        terminate(added, 10.0)
+
+    async def act() -> None:
+        # Longer than nodes are looked at.
+        await asyncio.sleep(2.0)
+        await scene.roles.learner.score([], 1.0)
+
+    scene.loop.run_until_complete(act())
+    assert read_nodes() == before
 
 
 async def ask_for_ever(roles: Roles) -> None:

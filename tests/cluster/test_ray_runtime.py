@@ -18,47 +18,38 @@ import pytest
 
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole
 from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart, prove_environment
-from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
-from strop.cluster.ray.settings import NodeSettings, choose_temp_dir, node_resource
+from strop.cluster.ray.runtime import RayHead, read_nodes
+from strop.cluster.ray.settings import OBJECT_STORE_BYTES, RayNode, choose_temp_dir, node_resource
 from strop.errors import CheckRefused, EngineError, EngineLost
 from strop.hardware.ports import LOOPBACK, read_listening_ports
 from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until
 
 pytestmark = [pytest.mark.slow, needs_ray]
 
-STORE_BYTES = 80 << 20
+TOKEN_NAME = "ray.token"
 RAYS_USUAL = Path("/tmp/ray")
 SECRET = "a,b 'c' \"d\"\nnew\\n$HOME"
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from tests.cluster.test_ray_runtime import make_settings
-from strop.cluster.ray.runtime import RayHead
+from tests.cluster.test_ray_runtime import make_head
 
 async def act():
-    head = RayHead(make_settings(Path(sys.argv[1])), Path(sys.argv[1]) / "head.json")
+    head = make_head(Path(sys.argv[1]))[0]
     head.launch()
     await head.connect()
     import ray
     hold = ray.remote(num_cpus=0)(lambda: os.getpid())
-    print(head.keeper_pid, ray.get(hold.remote()), flush=True)
+    print(head.launcher_pid, ray.get(hold.remote()), flush=True)
     os.kill(os.getpid(), 9)
 
 asyncio.run(act())
 """
 
 
-def make_settings(work_dir: Path) -> NodeSettings:
-    return NodeSettings(
-        temp_dir=str(choose_temp_dir()),
-        shared_dir=str(choose_temp_dir(Path("/dev/shm"))),
-        token_path=str(work_dir / TOKEN_NAME),
-        log_path=str(work_dir / "ray.log"),
-        keep_logs_dir=str(work_dir / "ray"),
-        name="0@here",
-        num_cpus=2,
-        object_store_bytes=STORE_BYTES,
-    )
+def make_head(work_dir: Path) -> tuple[RayHead, RayNode]:
+    node = RayNode.here(os.environ, 1, temp_dir=choose_temp_dir(), logs_dir=work_dir)
+    return RayHead(node, 1, work_dir / TOKEN_NAME), node
 
 
 class EchoRole(RayRole):
@@ -87,7 +78,7 @@ class Scene:
     """A head that runs, and what it was started with."""
 
     head: RayHead
-    settings: NodeSettings
+    node: RayNode
     work_dir: Path
     loop: asyncio.AbstractEventLoop
     usual_before: set[Path]
@@ -114,14 +105,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         # As in the process of a node that joins a run.
         patch.delenv("GOMP_SPINCOUNT", raising=False)
         __import__("ray")  # As a task's own module may.
-        settings = make_settings(work_dir)
-        head = RayHead(settings, work_dir / "head.json")
+        head, node = make_head(work_dir)
         head.launch()
         loop.run_until_complete(head.connect())
-        keeper = head.keeper_pid
+        keeper = head.launcher_pid
         assert keeper is not None
         handler = signal.getsignal(signal.SIGTERM)
-        yield Scene(head, settings, work_dir, loop, usual_before)
+        yield Scene(head, node, work_dir, loop, usual_before)
         mine = descendants(keeper) | {keeper}
         assert len(mine) > 4
         loop.run_until_complete(head.stop())
@@ -139,18 +129,16 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 def test_everything_is_as_it_was_set(scene: Scene) -> None:
     import ray
 
-    temp_dir = Path(scene.settings.temp_dir)
-    assert list(temp_dir.glob("session_2*/sockets/raylet"))
-    assert ray.cluster_resources()["object_store_memory"] == STORE_BYTES
+    assert list(scene.node.temp_dir.glob("session_2*/sockets/raylet"))
+    assert ray.cluster_resources()["object_store_memory"] == OBJECT_STORE_BYTES
     assert set(RAYS_USUAL.glob("*")) == scene.usual_before
     assert oct((scene.work_dir / TOKEN_NAME).stat().st_mode & 0o777) == "0o600"
-    assert oct((scene.work_dir / "head.json").stat().st_mode & 0o777) == "0o600"
     scene.loop.run_until_complete(scene.head.await_nodes([0], 60.0))
 
 
 def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -> None:
-    assert scene.head.keeper_pid is not None
-    mine = descendants(scene.head.keeper_pid)
+    assert scene.head.launcher_pid is not None
+    mine = descendants(scene.head.launcher_pid)
     ports = [port for port in read_listening_ports() if port.pid in mine]
     assert len(ports) >= 3
     assert {port.host.removeprefix("::ffff:") for port in ports} == {LOOPBACK}
@@ -178,7 +166,7 @@ def test_nodes_that_do_not_join_are_named(scene: Scene) -> None:
 
 
 def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None:
-    keeper = scene.head.keeper_pid
+    keeper = scene.head.launcher_pid
     assert keeper is not None
 
     async def act() -> None:
@@ -239,11 +227,11 @@ def test_prc_5_a_killed_role_is_named_with_its_last_words_while_another_is_asked
 
 
 def test_a_full_object_store_goes_on_from_disk(scene: Scene) -> None:
-    """80 MiB of shared memory and 120 MiB in use: Ray writes what does not fit below its own directory."""
+    """Ray writes what does not fit into shared memory below its own directory."""
     import numpy as np
     import ray
 
-    parts = [ray.put(np.full(40 << 20, number, np.uint8)) for number in range(3)]
+    parts = [ray.put(np.full(OBJECT_STORE_BYTES // 2, number, np.uint8)) for number in range(3)]
     assert [int(ray.get(part)[-1]) for part in parts] == [0, 1, 2]
 
 

@@ -10,32 +10,31 @@ from types import SimpleNamespace
 
 import pytest
 
+from strop.cluster.ray import settings
 from strop.cluster.ray.settings import (
     MAX_TEMP_DIR_BYTES,
     OBJECT_STORE_BYTES,
     RAY_VERSION,
-    NodeSettings,
+    RayNode,
     check_object_store,
     choose_temp_dir,
     ray_environment,
-    require_same_version,
-    start_args,
+    require_ray,
 )
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware.leftovers import SHARED_MEMORY, own_dir, remove_dead
-from strop.hardware.ports import LOOPBACK
+from strop.hardware.ports import LOOPBACK, NODE_VARIABLE
+from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
 
-NODE = NodeSettings(
-    temp_dir="/tmp/r", shared_dir="/dev/shm/r", token_path="/t", log_path="/l", keep_logs_dir="/k"
-)
-
-
-def replaced(**values: object) -> NodeSettings:
-    return NodeSettings(**{name: getattr(NODE, name) for name in NODE.__slots__} | values)
+PLACES = {"temp_dir": Path("/tmp/ray-1"), "logs_dir": Path("/logs")}
+FORBIDDEN = ("--head", "--port", "--include-dashboard")
 
 
 def test_a_head_binds_loopback_and_any_port_without_a_dashboard() -> None:
-    args = start_args(NODE, None)
+    """The address of a job is of no concern to a run on one node."""
+    node = RayNode.here({RAY_ADDRESS: "elsewhere:7"}, 1, **PLACES)
+    assert (node.host, node.index, node.shared_dir) == (LOOPBACK, 0, Path("/dev/shm/strop-ray-1"))
+    args = node.ray_start()
     assert args[1:6] == ["-P", "-m", "ray.scripts.scripts", "start", "--block"]
     assert {"--head", "--port=0", "--include-dashboard=false", "--node-ip-address=127.0.0.1"} <= set(args)
     assert {"--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0"} <= set(args)
@@ -44,28 +43,37 @@ def test_a_head_binds_loopback_and_any_port_without_a_dashboard() -> None:
     assert "--num-gpus=0" in args
 
 
-def test_a_node_joins_by_address_and_has_no_head_options() -> None:
-    args = start_args(replaced(index=3), "10.0.0.1:6379")
-    assert "--address=10.0.0.1:6379" in args
+def test_the_nodes_of_a_job_meet_at_the_address_that_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_host_address", lambda num_nodes, interface: "10.0.0.7")
+    environ = {RAY_ADDRESS: "algo-1:6379"}
+    assert "--port=6379" in RayNode.here(environ, 4, **PLACES).ray_start()
+    args = RayNode.here(environ | {NODE_VARIABLE: "3"}, 4, **PLACES).ray_start()
+    assert "--address=algo-1:6379" in args
     assert '--resources={"strop_node_3": 1}' in args
-    assert not any(arg.startswith(("--head", "--port", "--include-dashboard")) for arg in args)
+    assert not any(arg.startswith(FORBIDDEN) for arg in args)
+
+
+def test_the_network_between_nodes_may_be_named() -> None:
+    with pytest.raises(CheckRefused, match="'nothing'"):
+        RayNode.here({"GLOO_SOCKET_IFNAME": "nothing"}, 2, **PLACES)
+    with pytest.raises(CheckRefused, match=r"127\.0\.0\.1, loopback"):
+        RayNode.here({"GLOO_SOCKET_IFNAME": "lo"}, 2, **PLACES)
+    assert RayNode.here({"GLOO_SOCKET_IFNAME": "nothing"}, 1, **PLACES).host == LOOPBACK
 
 
 def test_the_environment_keeps_every_byte_and_nothing_of_another_ray() -> None:
     """LAU-4: a comma truncated what another launcher passed."""
     value = "a,b 'c' \"d\"\nnew\\n$HOME"
     given = {"KEY": value, "RAY_ADDRESS": "elsewhere:1", "RAY_AUTH_TOKEN": "theirs", "RAY_START_HOOK": "x"}
-    found = ray_environment(given, host=LOOPBACK, token_path=Path("/run/token"))
+    token = {RAY_TOKEN_PATH: "/run/token"}
+    found = ray_environment(given | token, LOOPBACK)
     assert found["KEY"] == value
     assert found["RAY_AUTH_MODE"] == "token"
     assert found["RAY_AUTH_TOKEN_PATH"] == "/run/token"
     assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_START_HOOK"} & found.keys()
     # The switch by which Ray's native processes bind to loopback alone.
     assert found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
-    assert (
-        ray_environment({}, host="10.0.0.1", token_path=Path("/t"))["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
-        == "1"
-    )
+    assert ray_environment(token, "10.0.0.1")["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "1"
 
 
 def test_an_object_store_must_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +85,12 @@ def test_an_object_store_must_fit_into_shared_memory(monkeypatch: pytest.MonkeyP
         check_object_store()
 
 
-def test_another_release_of_ray_is_refused_by_place() -> None:
-    require_same_version("node 1", RAY_VERSION)
-    with pytest.raises(CheckRefused, match=r"node 1 has Ray 2\.9\.0.*pip install ray==2\.60\.0 there"):
-        require_same_version("node 1", "2.9.0")
+def test_another_release_of_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "version", lambda name: RAY_VERSION)
+    require_ray()
+    monkeypatch.setattr(settings, "version", lambda name: "2.9.0")
+    with pytest.raises(CheckRefused, match=r"2\.9\.0"):
+        require_ray()
 
 
 def test_a_temp_dir_that_is_too_long_for_a_socket_is_refused() -> None:

@@ -130,10 +130,21 @@ def test_every_other_node_joins_a_run_on_ray_as_a_role_of_its_own(world: World) 
     train, ray = world.request("placement.kind=ray", "job.nodes=3", "job.train_gpus=2").roles
     assert (train.name, train.nodes) == ("train", "first")
     assert (ray.name, ray.nodes, ray.need) == ("ray", "others", Need.NOTHING)
-    assert ray.argv[1:] == ("-m", "strop.cluster.ray.node", "{run}")
+    assert ray.argv[1:] == ("-m", "strop.cluster.ray.node", "{logs}")
     # As many devices there as on the first node: roles of the run live on both.
     assert dict(ray.gpus) == dict(train.gpus) == {"infer": 1, "train": 2}
     assert [role.name for role in world.request("placement.kind=ray").roles] == ["train"]
+    ray = world.request("placement.kind=ray", "job.nodes=2", "ray.temp_dir=/scratch").roles[1]
+    assert ray.argv[-2:] == ("--below", "/scratch")
+
+
+def test_nodes_beside_a_run_that_join_its_ray_may_be_lost_and_need_no_shared_disk(world: World) -> None:
+    world.sites('[sites.cloud]\nbackend = "sagemaker"\n')
+    join = "job.cpu_command=python -m strop.cluster.ray.node {logs}"
+    sidecar = world.request("job.cpu_nodes=1", join, site="cloud").roles[-1]
+    assert (sidecar.nodes, sidecar.need) == ("cpu", Need.NOTHING)
+    # Nothing would tell another command of the end of the run.
+    assert "serve" in refusal(world, site="cloud", overrides=("job.cpu_nodes=1", "job.cpu_command=serve"))
 
 
 def test_ray_over_hosts_without_a_common_disk_is_refused_only_where_weights_go_by_file(world: World) -> None:

@@ -19,9 +19,11 @@ from strop.launch.job_dir import (
     name_job_dir,
     plan_to_json,
     read_plan,
+    update_job_dir,
     write_job_dir,
     write_ref,
 )
+from strop.launch.secrets import has_secrets, remove_secrets
 from strop.spec import load_spec
 from tests.fixtures.scripted_jobs import NOW, World
 
@@ -54,6 +56,21 @@ def test_everything_that_a_job_needs_is_in_its_directory(world: World) -> None:
     assert modes == ["0o600", "0o600", "0o755"]
     holders = [path.name for path in job_path.iterdir() if CANARY.encode() in path.read_bytes()]
     assert holders == ["secrets.json"]
+
+
+def test_the_nodes_of_a_job_share_a_token_as_long_as_it_may_start_again(world: World) -> None:
+    plan, _ = fill(world)
+    plan = replace(plan, resources=replace(plan.resources, num_nodes=2))
+    path = job_path_of(plan.home) / "ray.token"
+    assert not path.exists()
+    update_job_dir(plan)
+    token = path.read_text()
+    assert (len(token), mode(path)) == (64, "0o600")
+    update_job_dir(plan)
+    assert path.read_text() == token
+    assert has_secrets(path.parent)
+    remove_secrets(path.parent)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("place", [".env", "my.env"])

@@ -37,7 +37,7 @@ JUDGED = {
     "judge_model": "org/judge",
     "judge_revision": "1",
 }
-RAY_NODE = "python -m strop.cluster.ray.node {run}"
+RAY_NODE = "python -m strop.cluster.ray.node {logs}"
 
 
 def share(part: str, first: int, count: int = 1) -> DeviceShare:

@@ -310,7 +310,8 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
     layout = spec.layout
     roles = [RolePlan(name="train", argv=argv, gpus=layout.nodes[0].gpus)]
     if layout.kind == "ray" and job.nodes > 1:
-        join = (python, "-m", RAY_NODE_MODULE, "{run}")
+        below = ("--below", spec.ray.temp_dir) if spec.ray.temp_dir else ()
+        join = (python, "-m", RAY_NODE_MODULE, "{logs}", *below)
         first_to_generate = job.nodes - job.infer_nodes
         shares = {"others": layout.nodes[1]}
         if job.infer_nodes:
@@ -324,7 +325,15 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
         ]
     if job.cpu_command is not None:
         words = tuple(shlex.split(job.cpu_command))
-        roles.append(RolePlan(name=SIDECAR, argv=words, nodes="cpu", need=Need.PRESENCE))
+        # A node of Ray ends with the head, and its loss is the run's to judge.
+        need = Need.NOTHING if RAY_NODE_MODULE in words else Need.PRESENCE
+        if need is Need.PRESENCE and not site.profile.has_shared_disk:
+            raise ConfigError(
+                f"job.cpu_command={job.cpu_command} on {site.name}, whose hosts are joined by Ray alone",
+                allowed=f"python -m {RAY_NODE_MODULE} {{logs}}: nodes of the run's Ray",
+                next_step="use that, or a site whose nodes share a disk",
+            )
+        roles.append(RolePlan(name=SIDECAR, argv=words, nodes="cpu", need=need))
     if spec.runtime.serve == "cpu-nodes":
         require_shared_disk(site.name, site.profile)
         roles.append(runtime_role(spec, python))

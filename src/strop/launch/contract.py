@@ -107,8 +107,8 @@ class RolePlan:
 
     name: str
     argv: tuple[str, ...]
-    """`{run}`, `{job}`, `{code}` and `{node}` are replaced by the directories of trial, job and code, and by
-    the node's number."""
+    """`{run}`, `{job}`, `{code}`, `{logs}` and `{node}` are replaced by the directories of trial, job and
+    code, of the node's logs, and by the node's number."""
     gpus: Mapping[str, int] = field(default_factory=dict)
     """GPUs of its node by purpose: `infer`, `train`."""
     nodes: str = "first"

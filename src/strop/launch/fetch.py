@@ -22,7 +22,7 @@ from strop.record.run_dir import DISCARDED
 _GROWING = (".jsonl", ".log")
 _NEVER_CHANGING = ("rollouts/", f"{DISCARDED}/")
 """Prefixes of files that are written once."""
-_NEVER = ("job/secrets.json", "job/env.json", "lock")
+_NEVER = ("job/secrets.json", "job/ray.token", "job/env.json", "lock")
 """Never copied: private, or meaningless elsewhere."""
 
 

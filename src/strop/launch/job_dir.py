@@ -1,7 +1,7 @@
 """The job directory: its files, and how they are written and read.
 
     <home>/job/{plan.json, spec.toml, resolved.json, code.tar.zst, code.diff, env.json, secrets.json}
-    <home>/job/{ref.json, state.json, job.sh ...}             <home>/members/<i>/job/spec.toml of a sweep
+    <home>/job/{ray.token, ref.json, state.json, job.sh ...}  <home>/members/<i>/job/spec.toml of a sweep
     <trial>/attempts/<attempt>/{agent-<node>.json, <node>/<role>.log, exit/<node>, verdict.json}
 
 It is complete before the job is submitted, because a scheduler may start the job at once. plan.json holds no
@@ -28,6 +28,7 @@ from strop.io import FileLock
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.launch.contract import JobPlan, JobRef, JobRequest
 from strop.launch.environment import write_environment
+from strop.launch.secrets import write_ray_token
 from strop.launch.snapshot import pack_code, read_diff
 from strop.spec.display import dotted, walk_values
 
@@ -91,13 +92,21 @@ def write_job_dir(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]
         project_path=request.project_path,
         env_file=request.env_file,
     )
+    _write_ray_token(plan)
     write_plan(plan)
 
 
 def update_job_dir(plan: JobPlan) -> None:
     """Write a run's next job into its directory; code, spec and variables stay. Raises: StoreError."""
     _write_backend_files(plan)
+    _write_ray_token(plan)
     write_plan(plan)
+
+
+def _write_ray_token(plan: JobPlan) -> None:
+    """Write what the nodes of a job prove to each other. Raises: StoreError if the disk fails."""
+    if plan.resources.num_nodes + plan.resources.num_cpu_nodes > 1:
+        write_ray_token(job_path_of(plan.home))
 
 
 def write_preview(plan: JobPlan, request: JobRequest) -> None:

@@ -1,7 +1,8 @@
-"""The file with the values of a job's secrets; `strop.io.redaction` removes them from texts.
+"""The files with a job's secrets; `strop.io.redaction` removes the values of variables from texts.
 
-`job/secrets.json` has mode 0600 from its first byte on, is written atomically, and stays as long as the job
-may start again. Whoever sees its end removes it: the supervisor or batch script itself, `strop status`, `ls`
+`job/secrets.json` has these values, `job/ray.token` the token of the Ray cluster of a job with several nodes.
+Both have mode 0600 from their first byte on, are written atomically, and stay as long as the job may start
+again. Whoever sees its end removes it: the supervisor or batch script itself, `strop status`, `ls`
 and `cancel`, `doctor --clean`. `environment` determines which secrets a job has.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,8 @@ from strop.errors import StoreError
 from strop.io.atomic import write_bytes_atomically
 
 SECRETS_NAME = "secrets.json"
+RAY_TOKEN_NAME = "ray.token"
+_NAMES = (SECRETS_NAME, RAY_TOKEN_NAME)
 
 
 def read_secrets(job_path: Path) -> dict[str, str]:
@@ -27,22 +31,29 @@ def read_secrets(job_path: Path) -> dict[str, str]:
 
 
 def has_secrets(job_path: Path) -> bool:
-    """Whether a job has values of secrets, or partial copies of them."""
-    return next(job_path.glob(f"{SECRETS_NAME}*"), None) is not None
+    """Whether a job has files with secrets, or partial copies of them."""
+    return any(True for name in _NAMES for _ in job_path.glob(f"{name}*"))
 
 
 def remove_secrets(job_path: Path) -> None:
-    """Remove `secrets.json` and partial copies of it. Raises: StoreError if that fails."""
-    try:
-        for path in job_path.glob(f"{SECRETS_NAME}.partial-*"):
+    """Remove these files and partial copies of them. Raises: StoreError if that fails."""
+    paths = [path for name in _NAMES for path in (*job_path.glob(f"{name}.partial-*"), job_path / name)]
+    for path in paths:
+        try:
             path.unlink(missing_ok=True)
-        (job_path / SECRETS_NAME).unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"{job_path / SECRETS_NAME} cannot be removed: {error.strerror}",
-            allowed="a directory of the submitting user",
-            next_step=f"remove it by hand: rm {shlex.quote(str(job_path / SECRETS_NAME))}",
-        ) from error
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be removed: {error.strerror}",
+                allowed="a directory of the submitting user",
+                next_step=f"remove it by hand: rm {shlex.quote(str(path))}",
+            ) from error
+
+
+def write_ray_token(job_path: Path) -> None:
+    """Write a token of 32 random bytes, unless a living job has one already. Raises: StoreError."""
+    path = job_path / RAY_TOKEN_NAME
+    if not path.exists():
+        _write_private(path, secrets.token_hex(32).encode())
 
 
 def read_hub_login(environ: Mapping[str, str]) -> str | None:
@@ -75,8 +86,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_private(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file atomically that other users can read at no time. Raises: StoreError."""
+    _write_private(path, json.dumps(content, indent=1).encode())
 
+
+def _write_private(path: Path, data: bytes) -> None:
     def open_private(place: Path) -> BinaryIO:
         return os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
-    write_bytes_atomically(path, json.dumps(content, indent=1).encode(), open_file=open_private)
+    write_bytes_atomically(path, data, open_file=open_private)

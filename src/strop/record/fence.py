@@ -1,9 +1,10 @@
 """The fence of a run: only the attempt with the highest number may write.
 
-A lost node may go on computing after its job was requeued elsewhere, and the locks of shared file systems may
-not exclude it. So every attempt writes a file with its number, and stops writing when it sees a higher one.
-Each number has a separate file, so that a process that was suspended while it wrote its file cannot remove a
-higher one.
+The hole that Ray and the schedulers leave: each knows the nodes of its own cluster and job only. A lost node
+may go on computing after its job was requeued elsewhere, with another Ray cluster on the same shared disk,
+whose locks may not exclude it. So every attempt writes a file with its number, and stops writing when it sees
+a higher one. Each number has a separate file, so that a process that was suspended while it wrote its file
+cannot remove a higher one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ NUMBER_VARIABLE = "STROP_ATTEMPT_NUMBER"
 """Its number, from 0, set by a launcher."""
 GRACE_VARIABLE = "STROP_TERM_GRACE_S"
 """Seconds that a role has from SIGTERM until it is killed, set by a launcher."""
+RAY_ADDRESS = "RAY_ADDRESS"
+"""Ray's own: host and port of the head of a job's Ray cluster, set by a launcher on every node."""
+RAY_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+"""Ray's own: the file with the token that every connection of that cluster carries, likewise."""
 _MARK = re.compile(r"fence-(\d+)\.json")
 
 
@@ -79,15 +84,3 @@ def require_unfenced(run_path: Path, number: int | None = None) -> None:
         allowed="one living attempt; the later one goes on from the last checkpoint",
         next_step="nothing is to be done: this attempt ends, and wrote nothing since",
     )
-
-
-# The first node of an attempt writes what the other nodes need to join it to this file. Nodes that share a
-# disk read it there; otherwise the job's hosts copy it to each node.
-
-ROLES_FOLDER = "roles"
-"""Folder of the roles' files in a run's directory."""
-
-
-def rendezvous_path(work_dir: Path, attempt: str) -> Path:
-    """Return the rendezvous file of an attempt, in a folder of that attempt. `work_dir`: `<run>/roles`."""
-    return work_dir / f"ray-{attempt}" / "head.json"

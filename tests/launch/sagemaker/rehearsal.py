@@ -76,7 +76,7 @@ class Rehearsal:
         if (num_steps := settings.pop("num_steps", None)) is not None:
             environment["TRAINEE_STEPS"] = str(num_steps)
         # The stop's window is the platform's own: a busy machine needs more than a few seconds.
-        given = {"sync_every_s": 0.2, "port": free_port(), **settings}
+        given = {"sync_every_s": 0.2, "ray_port": free_port(), **settings}
         given["environment"] = {**environment, **given.get("environment", {})}
         # The record goes beside the checkpoints: these jobs reach no S3.
         given["environment"].setdefault("STROP_STORE_URI", "")

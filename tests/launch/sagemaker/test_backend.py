@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from strop.errors import CheckRefused, RemoteUnreachable
 from strop.launch.attempts import read_attempts
 from strop.launch.contract import JobState
+from strop.launch.job_dir import job_path_of
 from strop.launch.sagemaker.job_log import JobLog
+from strop.launch.secrets import write_ray_token
 from strop.launch.status import find_statuses
 from strop.record.files import find_checkpoints
 from tests.fixtures.sagemaker import JobScript, Stage, spot_script
@@ -53,19 +54,16 @@ def test_sec_4_no_secret_leaves_the_machine(site: Site) -> None:
     assert "canary-secret" not in json.dumps(ref.details)
 
 
-def test_sec_4_several_hosts_get_a_key_of_their_own_which_no_request_holds(site: Site) -> None:
+def test_sec_4_several_hosts_get_a_token_of_their_own_which_no_request_holds(site: Site) -> None:
     plan = site.plan(instance_count=2)
+    write_ray_token(job_path_of(plan.home))
     ref = site.backend.submit(plan)
-    uri = f"{ref.details['jobs'][0]['config_uri']}/hosts.key"
-    key = site.objects.read(uri)
-    assert len(key) == 64
-    assert key.decode() not in json.dumps(site.fake.sent("create_training_job"))
-    assert not [path for path in Path(plan.home).rglob("*") if path.is_file() and key in path.read_bytes()]
+    token = site.objects.read(f"{ref.details['jobs'][0]['config_uri']}/ray.token")
+    assert len(token) == 64
+    assert token.decode() not in json.dumps(site.fake.sent("create_training_job"))
     # Hosts of the job may be reading it: another submission of the same leaves it.
-    site.backend._upload(plan, plan.details["jobs"][0])
-    assert site.objects.read(uri) == key
-    alone = site.backend.submit(site.plan(job_name="other"))
-    assert site.objects.find(f"{alone.details['jobs'][0]['config_uri']}/hosts.key") is None
+    write_ray_token(job_path_of(plan.home))
+    assert (job_path_of(plan.home) / "ray.token").read_bytes() == token
 
 
 def test_the_job_log_says_what_a_job_was(site: Site) -> None:

@@ -15,7 +15,7 @@ import pytest
 from strop.launch.contract import Need, RolePlan
 from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.local_mode import Emulator
-from tests.fixtures.ray_traces import needs_ray, read_command, read_variables
+from tests.fixtures.ray_traces import files_of_nodes, needs_ray, read_command, read_variables
 from tests.fixtures.sockets import find_interface
 from tests.fixtures.tiny_model import tiny_model
 from tests.launch.sagemaker.rehearsal import Rehearsal
@@ -23,6 +23,7 @@ from tests.launch.sagemaker.rehearsal import Rehearsal
 pytestmark = [pytest.mark.slow, needs_ray]
 
 TRAINER = Path(__file__).parents[1] / "slurm" / "ray_role.py"
+JOIN = (sys.executable, "-m", "strop.cluster.ray.node", "{logs}")
 VALUE = "a,b 'c' \"d\" $HOME"
 LIMIT_S = 600.0
 """Two hosts import torch and Ray, on a machine that may be busy."""
@@ -35,8 +36,7 @@ def test_two_hosts_train_on_ray_and_the_run_outlives_the_second(
     """Engines on both; weights are sent to the second; its Ray is killed; at the end nothing is left."""
     model = tiny_model(tmp_path / "model")
     train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}", str(model)))
-    join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")
-    ray = RolePlan(name="ray", argv=join, nodes="others", need=Need.NOTHING)
+    ray = RolePlan(name="ray", argv=JOIN, nodes="others", need=Need.NOTHING)
     request = rehearsal.submit(
         instance_count=2, roles=(train, ray), variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"}
     )
@@ -67,6 +67,49 @@ def test_two_hosts_train_on_ray_and_the_run_outlives_the_second(
     assert "the run goes on without it" in emulator.log_of("algo-2")
     assert emulator.codes == {"algo-1": 0, "algo-2": 0}
     assert emulator.check_end() == []
+
+
+HEAD = """
+import asyncio, os, sys
+from pathlib import Path
+from strop.cluster.ray.runtime import RayHead
+from strop.cluster.ray.settings import RayNode, choose_temp_dir
+
+async def act():
+    run = Path(sys.argv[1])
+    node = RayNode.here(os.environ, 2, temp_dir=choose_temp_dir(), logs_dir=run / "roles")
+    head = RayHead(node, 2, run / "unused")
+    head.launch()
+    await head.connect()
+    await head.await_nodes(range(2), 300.0)
+    print("both are here", flush=True)
+    exec(sys.argv[2])
+    await head.stop()
+
+asyncio.run(act())
+raise SystemExit(75)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 75), ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)])
+def test_the_first_host_decides_and_the_other_ends_with_its_ray(
+    rehearsal: Rehearsal, end: str, code: int
+) -> None:
+    """Also after kill -9 of the run: nothing but Ray is between the hosts, and nothing of it is left."""
+    interface = find_interface()
+    assert interface is not None
+    before = files_of_nodes()
+    train = RolePlan(name="train", argv=(sys.executable, "-c", HEAD, "{run}", end))
+    ray = RolePlan(name="ray", argv=JOIN, nodes="others", need=Need.NOTHING)
+    request = rehearsal.submit(instance_count=2, roles=(train, ray))
+    emulator = rehearsal.start(request, environment={"GLOO_SOCKET_IFNAME": interface})
+    assert emulator.wait(LIMIT_S) == code, describe(emulator)
+    assert "train| both are here" in emulator.log_of("127.0.1.1")
+    assert emulator.codes == {"127.0.1.1": code, "127.0.1.2": 0}, describe(emulator)
+    assert emulator.check_end() == []
+    assert files_of_nodes() <= before
+    verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-0/verdict.json")
+    assert verdict["exit_code"] == code
 
 
 def wait_for_word(emulator: Emulator, word: str) -> dict[str, Any]:

@@ -285,7 +285,6 @@ def test_a_record_is_sent_when_it_changes_and_again_after_a_failure(
     run = tmp_path / "run"
     (run / "attempts/a-0/0").mkdir(parents=True)
     (run / "attempts/a-0/agent-0.json").write_text("{}")
-    (run / "attempts/a-0/alive").write_text("1")
     (run / "run.json").write_text("{}")
     sender = RecordUploader(
         partial(send_to_store, objects, "s3://strop-test/c/job"), run, "a-0", has_run=True

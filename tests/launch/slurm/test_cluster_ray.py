@@ -22,7 +22,7 @@ VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
 
 def test_two_nodes_train_on_ray_and_go_on_until_the_last_engine_is_lost(login: LoginNode) -> None:
     train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}"))
-    join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")
+    join = (sys.executable, "-m", "strop.cluster.ray.node", "{logs}")
     ray = RolePlan(name="ray", argv=join, nodes="others", need=Need.NOTHING)
     # Every role on both nodes proves to the run that it has these bytes.
     environment = JobEnvironment(variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"})

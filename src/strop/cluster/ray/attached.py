@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import uuid
 from collections import Counter
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from strop.cluster.ray.settings import CONNECT_ERRORS, connect_to
 from strop.errors import CheckRefused
 from strop.io.atomic import explain_write_failure
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
@@ -74,28 +74,12 @@ class AttachedCluster:
         except (OSError, TimeoutError) as error:
             raise self._refuse(f"nothing answers there ({str(error) or 'in time'})") from error
         import ray
-        from ray._private import ray_constants
-        from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-        # Reset both to the user's environment; an earlier run in this process may have changed them.
-        switch = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-        ray_constants.ENABLE_RAY_CLUSTER = switch.lower() in ("1", "true")
-        AuthenticationTokenLoader.instance().reset_cache()
-        handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
         try:
-            context = await asyncio.to_thread(
-                ray.init,
-                address=self._address,
-                # A unique name, so that actors of two runs on one cluster do not collide.
-                namespace=f"strop-{uuid.uuid4().hex[:12]}",
-                log_to_driver=False,
-                configure_logging=False,
-            )
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError, AssertionError) as error:
+            # A unique name, so that actors of two runs on one cluster do not collide.
+            address = await connect_to(self._address, f"strop-{uuid.uuid4().hex[:12]}")
+        except CONNECT_ERRORS as error:
             raise self._refuse(" ".join(str(error).split())[:400]) from error
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-            sys.excepthook = hook
         self._is_connected = True
         nodes = [node for node in ray.nodes() if node["Alive"]]
         own = [node for node in nodes if node["NodeID"] == ray.get_runtime_context().get_node_id()]
@@ -103,7 +87,7 @@ class AttachedCluster:
         others.sort(key=lambda node: -node["Resources"].get("GPU", 0.0))
         chosen = [*own, *others][: self._num_nodes]
         self._hosts = [str(node["NodeManagerAddress"]) for node in chosen]
-        return str(context.address_info["address"])
+        return address
 
     async def await_nodes(self, indices: Iterable[int], limit_s: float) -> None:
         """Raises: CheckRefused if the cluster has fewer nodes than the job needs; it will not grow."""

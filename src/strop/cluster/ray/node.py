@@ -1,66 +1,59 @@
-"""Runs one Ray node of a run: `python -m strop.cluster.ray.node`, with `--settings FILE` the head.
+"""Keeps one Ray node of a run: `python -m strop.cluster.ray.node LOGS`.
 
-With the directory of a run it joins that run's cluster, started by the node's agent like any other role, with
-the run's environment, which all roles that Ray places here inherit. It waits for the head's file
-(`record.fence`), joins, and ends its Ray processes when that file is removed; then it waits for the agent's
-signal, since a sidecar does not leave a run by itself.
+The one launcher of Ray, wherever a run's Ray runs. The run itself starts it for its head; on every other node
+of a job the node's agent does, like any other role. Its environment says the rest: the node's index, the
+head's address, the file of the token (`hardware.ports`). It runs `ray start --block`, and ends everything
+that it started on SIGTERM, when the process that started it dies, or when Ray ends by itself: so a node ends
+seconds after its head. All roles that Ray places here inherit its environment.
 
-It starts `ray start --block`, waits, and ends everything that it started on SIGTERM, when the process that
-started it dies, or when the node ends by itself. Ray's processes watch each other, but its agents outlive a
-killed raylet by more than a minute (2.60): this process adopts them.
+Ray's processes watch each other, but its agents outlive a killed raylet by more than a minute (2.60): this
+process adopts them. `ray symmetric-run` would not do: at SIGTERM it ends Ray while the run still saves.
 
 Covered: kill -9 of the owner; death of any of Ray's processes; workers in other sessions.
 Not covered: kill -9 of this process: Ray's processes then end with it, agents a minute later, and the next
-keeper of this user removes the temporary directory.
+launcher of this user removes the directories.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from strop.cluster.ray.runtime import HEAD_LIMIT_S, TOKEN_NAME
 from strop.cluster.ray.settings import (
-    RAY_VERSION,
-    NodeSettings,
+    RayNode,
     check_object_store,
     choose_temp_dir,
-    describe_here,
     ray_environment,
     require_ray,
-    require_same_version,
-    start_args,
 )
 from strop.errors import EXIT_DONE, EXIT_FAILED, CheckRefused, StropError
-from strop.hardware.leftovers import SHARED_MEMORY, own_dir
-from strop.hardware.ports import NODE_VARIABLE, find_host_address
+from strop.hardware.leftovers import own_dir
+from strop.hardware.ports import count_nodes
 from strop.hardware.process import (
     TAIL_BYTES,
     become_subreaper,
     end_descendants,
     reap_orphans,
     spawn,
-    tail,
     terminate,
 )
 from strop.hardware.tuning import tune_process
-from strop.io.atomic import explain_write_failure
-from strop.io.endpoints import write_secret
-from strop.record.fence import ATTEMPT_VARIABLE, ROLES_FOLDER, rendezvous_path
 from strop.spec.layout import RAY_NODE_MODULE
 
+HEAD_LIMIT_S = 3600.0
+"""How long a node waits for the head, whose run may fetch a model before it starts Ray."""
+_OUTPUT = Path("/dev/stdout")
 _POLL_S = 0.1
+_CONNECT_S = 5.0
 _GRACE_S = 3.0
 _END_LIMIT_S = 10.0
 _LOG_ENDINGS = {".out", ".err", ".log"}
@@ -90,62 +83,41 @@ class Order:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a node until it must end; return 0 after an order, 1 if it ended by itself."""
+    """Run a node until it must end; return 0 then and after the head's end, 1 if it ended by itself."""
     order = Order()
     parser = argparse.ArgumentParser(prog=RAY_NODE_MODULE, description=__doc__)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("run", nargs="?", type=Path, help="the directory of the run that is joined")
-    which.add_argument("--settings", type=Path, help="those of a head")
+    parser.add_argument("logs", type=Path, help="folder for the logs of Ray's processes")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--temp-dir", type=Path, help="the new directory of this node")
+    place.add_argument("--below", type=Path, help="the folder for it; default: the user's own below /tmp")
     options = parser.parse_args(arguments)
     try:
-        if options.settings is not None:
-            return keep_node(NodeSettings.read(options.settings), None, order.find)
-        code = join_run(options.run.absolute(), order)
+        require_ray()
+        check_object_store()
+        node = RayNode.here(
+            os.environ,
+            count_nodes(os.environ),
+            temp_dir=options.temp_dir or choose_temp_dir(options.below),
+            logs_dir=options.logs,
+        )
+        if node.index and not await_head(node.address, order.find):
+            return EXIT_DONE
+        return keep_node(node, order.find)
     except StropError as error:
-        say(str(error))
+        _say(str(error))
         return error.exit_code
-    while code == EXIT_DONE and order.find() is None:
-        time.sleep(_POLL_S)
-    return code
 
 
-def join_run(run_path: Path, order: Order) -> int:
-    """Run a node of a run's cluster while its head is alive; return the result of `keep_node`.
+def keep_node(node: RayNode, find_order: Callable[[], str | None]) -> int:
+    """Start a node, wait for its end, and clean up.
 
-    Raises: as `keep_node`; CheckRefused if there is no head, or one with other software.
-    """
-    require_ray()
-    head_path = rendezvous_path(run_path / ROLES_FOLDER, os.environ.get(ATTEMPT_VARIABLE, "local"))
-    head = await_head(head_path, order.find)
-    require_same_python(head)
-    settings = _choose_settings(head, run_path)
-    code = keep_node(
-        settings,
-        head["address"],
-        lambda: order.find() or (None if head_path.exists() else "the head has ended"),
-    )
-    Path(settings.token_path).unlink(missing_ok=True)
-    return code
-
-
-def say(text: str) -> None:
-    """Write a line to this process's log."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
-def keep_node(settings: NodeSettings, address: str | None, find_order: Callable[[], str | None]) -> int:
-    """Start a node, of the head at `address` or the head itself, wait for its end, and clean up.
-
-    `find_order` returns why it must end, None while it must not. Returns 0 after an order, 1 otherwise.
+    `find_order` returns why it must end, None while it must not. Returns 0 after an order or the head's end.
     Raises: StoreError if its directories cannot be made.
     """
-    log_path = Path(settings.log_path)
     # For the roles that Ray starts here: a joining node has no other process that does it.
     tune_process()
-    environment = ray_environment(os.environ, host=settings.host, token_path=Path(settings.token_path))
-    with own_dir(Path(settings.temp_dir)), own_dir(Path(settings.shared_dir)):
-        child = spawn(start_args(settings, address), log_path, environment)
+    with own_dir(node.temp_dir), own_dir(node.shared_dir):
+        child = spawn(node.ray_start(), _OUTPUT, ray_environment(os.environ, node.host))
         why = None
         try:
             while child.poll() is None and (why := find_order()) is None:
@@ -155,13 +127,44 @@ def keep_node(settings: NodeSettings, address: str | None, find_order: Callable[
             terminate(child, _GRACE_S)
             left = end_descendants(_END_LIMIT_S)
             if left:
-                say(f"processes {', '.join(map(str, left))} did not end")
-            _keep_logs(Path(settings.temp_dir), Path(settings.keep_logs_dir))
+                _say(f"processes {', '.join(map(str, left))} did not end")
+            _keep_logs(node.temp_dir, node.logs_dir / "ray")
+    if why is None and node.index and not _answers(node.address):
+        why = "the head has ended"
     if why is None:
-        say(f"Ray node {settings.index} ended by itself; it said last:\n{tail(log_path)}")
+        _say(f"Ray node {node.index} ended by itself")
         return EXIT_FAILED
-    say(f"Ray node {settings.index} ends: {why}")
+    _say(f"Ray node {node.index} ends: {why}")
     return EXIT_DONE
+
+
+def await_head(address: str, find_order: Callable[[], str | None], limit_s: float = HEAD_LIMIT_S) -> bool:
+    """Wait until the head listens; return False if `find_order` returns an order before.
+
+    Raises: CheckRefused if it does not within `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    while not _answers(address):
+        if find_order() is not None:
+            return False
+        if time.monotonic() > deadline:
+            raise CheckRefused(
+                f"nothing listens at {address} after {limit_s:.0f} s",
+                allowed="a run on node 0 that starts Ray there, and a network between the nodes",
+                next_step="read the log of node 0",
+            )
+        time.sleep(_POLL_S)
+    return True
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens there. In a container's first seconds the host's name may not resolve."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _keep_logs(temp_dir: Path, target: Path) -> None:
@@ -176,77 +179,9 @@ def _keep_logs(temp_dir: Path, target: Path) -> None:
                 shutil.copyfileobj(source, copy)
 
 
-def find_own_address(environ: Mapping[str, str], num_nodes: int = 2) -> str:
-    """Return the address at which the other nodes reach this one; loopback for a single node.
-
-    Raises: CheckRefused if this node has only loopback.
-    """
-    address = find_host_address(num_nodes, environ.get("GLOO_SOCKET_IFNAME"))
-    if num_nodes > 1 and address.startswith("127."):
-        name = environ.get("GLOO_SOCKET_IFNAME")
-        raise CheckRefused(
-            f"GLOO_SOCKET_IFNAME={name} leads to {address}, loopback, in a job of {num_nodes} nodes",
-            allowed="the interface of the network between the nodes: Ray joins none over loopback",
-            next_step="name that one in GLOO_SOCKET_IFNAME, or use one node",
-        )
-    return address
-
-
-def require_same_python(head: Mapping[str, Any]) -> None:
-    """Raise CheckRefused if the head has another release of Ray or Python than this node."""
-    require_same_version("the head of this Ray cluster", head["ray"])
-    here = describe_here()["python"]
-    if head["python"].rpartition(".")[0] != here.rpartition(".")[0]:
-        raise CheckRefused(
-            f"the head runs Python {head['python']} and this node {here}",
-            allowed=f"one release of Python, beside Ray {RAY_VERSION}, on every node",
-            next_step="give both nodes the same environment",
-        )
-
-
-def await_head(
-    path: Path, find_order: Callable[[], str | None], limit_s: float = HEAD_LIMIT_S
-) -> dict[str, Any]:
-    """Return the content of the head's file once it exists.
-
-    Raises: CheckRefused if it does not within `limit_s`, or `find_order` returns an order.
-    """
-    deadline = time.monotonic() + limit_s
-    while not path.exists():
-        why = find_order()
-        if why is not None or time.monotonic() > deadline:
-            raise CheckRefused(
-                why or f"no head has left {path} within {limit_s:.0f} s",
-                allowed="a run on node 0 that starts Ray, and nodes that meet by that file",
-                next_step="read the log of node 0",
-            )
-        time.sleep(_POLL_S)
-    head: dict[str, Any] = json.loads(path.read_bytes())
-    return head
-
-
-def _choose_settings(head: Mapping[str, Any], run_path: Path) -> NodeSettings:
-    """Return the settings of this node: those of the head, with other directories."""
-    temp_parent, index = head["temp_parent"], int(os.environ[NODE_VARIABLE])
-    check_object_store()
-    temp_dir = choose_temp_dir(Path(temp_parent) if temp_parent else None)
-    logs_dir = run_path / "attempts" / os.environ.get(ATTEMPT_VARIABLE, "local") / str(index)
-    token_path = temp_dir.with_name(f"{temp_dir.name}.{TOKEN_NAME}")
-    try:
-        write_secret(token_path, head["token"])
-    except OSError as error:
-        raise explain_write_failure(error, token_path) from error
-    return NodeSettings(
-        temp_dir=str(temp_dir),
-        shared_dir=str(choose_temp_dir(SHARED_MEMORY)),
-        token_path=str(token_path),
-        log_path=str(logs_dir / "ray-node.log"),
-        keep_logs_dir=str(logs_dir / "ray"),
-        host=find_own_address(os.environ),
-        name=f"{index}@{socket.gethostname()}",
-        index=index,
-        num_cpus=os.cpu_count() or 1,
-    )
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -25,13 +24,12 @@ from strop.cluster.ray.attached import AttachedCluster
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole
 from strop.cluster.ray.engines import ActorEngine, EngineActor, EngineFacts
 from strop.cluster.ray.learners import RayLearner
-from strop.cluster.ray.node import find_own_address
 from strop.cluster.ray.ranks import LearnerFacts, LearnerRank
 from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment
-from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
+from strop.cluster.ray.runtime import RayHead, read_nodes
 from strop.cluster.ray.settings import (
     OBJECT_STORE_BYTES,
-    NodeSettings,
+    RayNode,
     check_object_store,
     choose_temp_dir,
     require_ray,
@@ -41,12 +39,11 @@ from strop.engine.contract import Engine
 from strop.engine.loading import EngineSettings, streams_replies
 from strop.engine.vllm.environment import command_of
 from strop.errors import EngineError
-from strop.hardware.leftovers import SHARED_MEMORY
-from strop.hardware.ports import NAMES_VARIABLE
+from strop.hardware.ports import NAMES_VARIABLE, find_host_address
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import hand_over, list_endpoints, withdraw
 from strop.io.variables import log_level_of
-from strop.record.fence import ATTEMPT_VARIABLE, rendezvous_path
+from strop.record.fence import ATTEMPT_VARIABLE
 from strop.spec.judge import JudgeSettings, role_judges
 from strop.spec.layout import ENV, RoleKind, RoleSlot
 from strop.spec.run import RunSpec
@@ -56,8 +53,8 @@ from strop.tasks import Task, task_builder
 from strop.tasks.judge_model import endpoint_name
 from strop.tokenizer import DATE_VARIABLE, Tokenizer
 
-JOIN_LIMIT_S = 300.0
-"""Longest wait until all nodes of a job have joined."""
+JOIN_LIMIT_S = 900.0
+"""Longest wait until all nodes of a job have joined: hosts of a cloud start minutes apart."""
 START_LIMIT_S = 300.0
 """Limit for the start of a role's process: importing torch from a cold network disk takes a minute."""
 LOAD_LIMIT_S = 900.0
@@ -191,10 +188,10 @@ class RayPlacement:
     async def _connect(self, num_nodes: int) -> str:
         """Start Ray and wait for all nodes; return the address of this one."""
         self._num_nodes = num_nodes
-        host = find_own_address(os.environ, num_nodes)
+        host = find_host_address(num_nodes, os.environ.get("GLOO_SOCKET_IFNAME"))
         address = self._spec.ray.address
         self._head = (
-            self._make_head(host)
+            self._make_head()
             if address is None
             else AttachedCluster(address, self._find_own_dir(), num_nodes)
         )
@@ -230,27 +227,20 @@ class RayPlacement:
         pairs = zip(self._of(RoleKind.JUDGE), role_judges(self._spec.task), strict=True)
         await self._guard(asyncio.gather(*(serve(*pair) for pair in pairs)), LOAD_LIMIT_S)
 
-    def _make_head(self, host: str) -> RayHead:
+    def _make_head(self) -> RayHead:
         """Return a new cluster for the run, which is not started yet."""
         ray = self._spec.ray
         check_object_store()
-        own_dir = self._find_own_dir()
-        logs_dir = self._find_logs_dir()
-        settings = NodeSettings(
-            temp_dir=str(choose_temp_dir(Path(ray.temp_dir) if ray.temp_dir else None)),
-            shared_dir=str(choose_temp_dir(SHARED_MEMORY)),
-            token_path=str(own_dir / TOKEN_NAME),
-            log_path=str(logs_dir / "ray.log"),
-            keep_logs_dir=str(logs_dir / "ray"),
-            host=host,
-            name=f"0@{socket.gethostname()}",
-            num_cpus=os.cpu_count() or 1,
+        node = RayNode.here(
+            os.environ,
+            self._num_nodes,
+            temp_dir=choose_temp_dir(Path(ray.temp_dir) if ray.temp_dir else None),
+            logs_dir=self._find_logs_dir(),
         )
         # Weights in shared memory of this node, if it has room.
         if has_memory_room(self._source.path, reserved_bytes=OBJECT_STORE_BYTES):
-            self._weights_dir = Path(settings.shared_dir)
-        rendezvous = rendezvous_path(self._work_dir, self._attempt)
-        return RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
+            self._weights_dir = node.shared_dir
+        return RayHead(node, self._num_nodes, self._find_own_dir() / "ray.token")
 
     async def _join(self, facts: LearnerFacts, loaded: Sequence[EngineFacts], host: str) -> Roles:
         """Make the clients of the loaded roles, and publish the learner's weights to all engines."""
@@ -468,7 +458,7 @@ class RayPlacement:
 
     def _find_own_dir(self) -> Path:
         """Return a folder for keys: not the attempt's folder, which is mirrored to a store."""
-        return rendezvous_path(self._work_dir, self._attempt).parent
+        return self._work_dir / f"ray-{self._attempt}"
 
     def _find_logs_dir(self) -> Path:
         """Return the folder of the roles' logs: in the attempt's folder, if there is one."""

@@ -1,34 +1,36 @@
 """Settings of one Ray node: its command line, its environment, and checks before it starts.
 
-Every Ray process gets port 0: the kernel picks a port for the process that binds it, so no other process can
-take it in between.
-
 Facts about Ray 2.60 that this file relies on (ray/scripts/scripts.py, ray/_private/services.py):
 loopback is an address to Ray only where RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is off, and its native processes
 then bind to 127.0.0.1 alone; on any other address they bind to all interfaces. RAY_AUTH_MODE=token makes
-every connection carry the token of RAY_AUTH_TOKEN_PATH.
+every connection carry the token of RAY_AUTH_TOKEN_PATH. Port 0 lets the kernel pick one for the process that
+binds it, so no other process can take it in between; only the head of several nodes has a port that all know.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import secrets
 import shutil
+import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from strop.errors import CheckRefused, ConfigError
 from strop.hardware.leases import leases_dir, open_folder
-from strop.hardware.leftovers import PREFIX, SHARED_MEMORY
-from strop.hardware.ports import LOOPBACK
+from strop.hardware.leftovers import MEMORY_PREFIX, PREFIX, SHARED_MEMORY
+from strop.hardware.ports import LOOPBACK, NODE_VARIABLE, find_host_address
 from strop.io.atomic import explain_write_failure
+from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
+from strop.spec.layout import RAY_NODE_MODULE
 
 RAY_VERSION = "2.60.0"
 ADDRESS_NAME = "ray_current_cluster"
@@ -38,43 +40,86 @@ MAX_TEMP_DIR_BYTES = 43
 `/session_2026-11-22_02-46-02_147512_4194304/sockets/plasma_store`."""
 OBJECT_STORE_BYTES = 256 << 20
 """Shared memory of a node for Ray's objects: steps and rollouts pass through it, weights do not."""
-TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _OWN_VARIABLES = re.compile(
-    r"RAY_(ADDRESS|NAMESPACE|JOB_CONFIG_JSON_ENV_VAR|START_HOOK|AUTH_.*|TMPDIR|BACKEND_.*)"
+    rf"{RAY_ADDRESS}|RAY_(NAMESPACE|JOB_CONFIG_JSON_ENV_VAR|START_HOOK|AUTH_.*|TMPDIR|BACKEND_.*)"
 )
 """Variables of another Ray cluster, which would lead the run's processes there."""
+AUTH_MODE = "RAY_AUTH_MODE"
+CONNECT_ERRORS = (ConnectionError, RuntimeError, ValueError, TimeoutError, AssertionError)
+_NODE_NAME = re.compile(r"(\d+)@")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeSettings:
-    """One Ray node. Written as JSON for its keeper; holds no secret."""
+class RayNode:
+    """One Ray node of a run, as its launcher and the head's run see it. Holds no secret."""
 
-    temp_dir: str
+    temp_dir: Path
     """Private to this node; removed at its end."""
-    shared_dir: str
-    """The same in shared memory, for files between the roles of one machine."""
-    token_path: str
-    log_path: str
-    """Output of `ray start`."""
-    keep_logs_dir: str
-    """Folder for the logs of Ray's processes after the end."""
-    host: str = LOOPBACK
+    logs_dir: Path
+    """Folder for the logs of its launcher and of Ray's processes."""
+    host: str
     """Address of the node; with loopback it binds to nothing else."""
-    name: str = ""
-    """Name for people."""
-    index: int = 0
+    index: int
     """0 is the head."""
-    num_cpus: int = 1
-    object_store_bytes: int = OBJECT_STORE_BYTES
-
-    def write(self, path: Path) -> None:
-        """Write the settings for a keeper."""
-        path.write_text(json.dumps(asdict(self)))
+    address: str
+    """Host and port of the head, as this node reaches it. Port 0: the kernel picks one."""
 
     @classmethod
-    def read(cls, path: Path) -> NodeSettings:
-        """Read the file of `write`."""
-        return cls(**json.loads(path.read_bytes()))
+    def here(cls, environ: Mapping[str, str], num_nodes: int, *, temp_dir: Path, logs_dir: Path) -> RayNode:
+        """Return this machine's node of a run over `num_nodes`.
+
+        Raises: CheckRefused if the others cannot reach this machine.
+        """
+        interface = environ.get("GLOO_SOCKET_IFNAME")
+        host = find_host_address(num_nodes, interface)
+        if num_nodes > 1 and host.startswith("127."):
+            raise CheckRefused(
+                f"GLOO_SOCKET_IFNAME={interface} leads to {host}, loopback, in a job of {num_nodes} nodes",
+                allowed="the interface of the network between the nodes: Ray joins none over loopback",
+                next_step="name that one in GLOO_SOCKET_IFNAME, or use one node",
+            )
+        return cls(
+            temp_dir=temp_dir,
+            logs_dir=logs_dir,
+            host=host,
+            index=int(environ.get(NODE_VARIABLE, "0")),
+            address=environ.get(RAY_ADDRESS, f"{host}:0") if num_nodes > 1 else f"{host}:0",
+        )
+
+    @property
+    def shared_dir(self) -> Path:
+        """Another one in shared memory, for files between the roles of one machine."""
+        return SHARED_MEMORY / f"{MEMORY_PREFIX}{self.temp_dir.name}"
+
+    def launcher(self) -> list[str]:
+        """Return the command that keeps this node; the rest is in its environment."""
+        words = [sys.executable, "-P", "-m", RAY_NODE_MODULE, str(self.logs_dir)]
+        return [*words, f"--temp-dir={self.temp_dir}"]
+
+    def ray_start(self) -> list[str]:
+        """Return the command that starts this node."""
+        words = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block"]
+        if self.index:
+            words += [f"--address={self.address}"]
+        else:
+            port = self.address.rpartition(":")[2]
+            words += ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
+        return [
+            *words,
+            f"--node-ip-address={self.host}",
+            f"--node-name={self.index}@{socket.gethostname()}",
+            f"--temp-dir={self.temp_dir}",
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+            f"--num-cpus={os.cpu_count() or 1}",
+            # The run's allocator assigns devices: each role sets its visible ones before torch is imported.
+            "--num-gpus=0",
+            "--resources=" + json.dumps({node_resource(self.index): 1}),
+            "--include-log-monitor=false",
+            "--disable-usage-stats",
+            # Ray's own default for workers is a fixed range.
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+        ]
 
 
 def node_resource(index: int) -> str:
@@ -82,45 +127,26 @@ def node_resource(index: int) -> str:
     return f"strop_node_{index}"
 
 
-def start_args(settings: NodeSettings, address: str | None) -> list[str]:
-    """Return the command that starts a node: a head if `address` is None."""
-    args = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block"]
-    if address is None:
-        args += ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
-    else:
-        args += [f"--address={address}"]
-    return [
-        *args,
-        f"--node-ip-address={settings.host}",
-        f"--node-name={settings.name or settings.index}",
-        f"--temp-dir={settings.temp_dir}",
-        f"--object-store-memory={settings.object_store_bytes}",
-        f"--num-cpus={settings.num_cpus}",
-        # The run's allocator assigns devices: each role sets its visible ones before torch is imported.
-        "--num-gpus=0",
-        "--resources=" + json.dumps({node_resource(settings.index): 1}),
-        "--include-log-monitor=false",
-        "--disable-usage-stats",
-        # 0: the kernel picks one for every process; Ray's own default for workers is a fixed range.
-        "--min-worker-port=0",
-        "--max-worker-port=0",
-    ]
+def read_index(node_name: str) -> int | None:
+    """Return the index of a run's node from its name in Ray; None for a node that somebody else added."""
+    match = _NODE_NAME.match(node_name)
+    return int(match[1]) if match else None
 
 
-def ray_environment(environ: Mapping[str, str], *, host: str, token_path: Path) -> dict[str, str]:
-    """Return the environment of a node and of all its workers: that of this role, and Ray's switches.
+def ray_environment(environ: Mapping[str, str], host: str) -> dict[str, str]:
+    """Return the environment of a node and of all its workers: that of its launcher, and Ray's switches.
 
     Workers inherit it unchanged from the node's processes; none of it passes through a command line.
     """
     kept = {name: value for name, value in environ.items() if not _OWN_VARIABLES.fullmatch(name)}
-    return kept | ray_variables(host=host, token_path=token_path)
+    return kept | ray_variables(host=host, token_path=Path(environ[RAY_TOKEN_PATH]))
 
 
 def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
     """Return Ray's switches, for a node and for its clients."""
     return {
-        "RAY_AUTH_MODE": "token",
-        TOKEN_PATH: str(token_path),
+        AUTH_MODE: "token",
+        RAY_TOKEN_PATH: str(token_path),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if host == LOOPBACK else "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         # Shut down at once: the loop has saved everything.
@@ -134,8 +160,49 @@ def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
         # A silent node counts as dead after Ray's five failed checks, 5 to 20 s here.
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "3000",
+        # A node ends so many seconds after its head.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
         "RAY_enable_metrics_collection": "0",
     }
+
+
+async def connect_to(address: str, namespace: str) -> str:
+    """Connect this process to a cluster by the switches of its environment; return the address.
+
+    Raises: one of CONNECT_ERRORS.
+    """
+    import ray
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    # Ray reads these once, and may have been imported before, for another cluster.
+    switch = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
+    ray_constants.ENABLE_RAY_CLUSTER = switch.lower() in ("1", "true")
+    _read_mode(os.environ.get(AUTH_MODE, "disabled"))
+    AuthenticationTokenLoader.instance().reset_cache()
+    handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    try:
+        context = await asyncio.to_thread(ray.init, address=address, namespace=namespace, **quiet)
+    finally:
+        # Ray replaces both, but the loop handles SIGTERM.
+        signal.signal(signal.SIGTERM, handler)
+        sys.excepthook = hook
+    return str(context.address_info["address"])
+
+
+def disconnect(mode_before: str) -> None:
+    """Leave the cluster, if this process is connected to it, and have Ray use a mode of authentication."""
+    import ray
+
+    ray.shutdown()
+    _read_mode(mode_before)
+
+
+def _read_mode(mode: str) -> None:
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
+    Config.initialize(json.dumps({"AUTH_MODE": mode}))
 
 
 def check_object_store() -> None:
@@ -163,22 +230,12 @@ def require_ray() -> None:
             allowed=f"ray=={RAY_VERSION}, which the extra 'ray' brings",
             next_step="pip install 'strop[ray]'",
         ) from error
-    require_same_version("this machine", installed)
-
-
-def require_same_version(where: str, installed: str) -> None:
-    """Raise CheckRefused if a node has another release of Ray."""
     if installed != RAY_VERSION:
         raise CheckRefused(
-            f"{where} has Ray {installed}",
+            f"this machine has Ray {installed}",
             allowed=f"Ray {RAY_VERSION} on every node",
-            next_step=f"pip install ray=={RAY_VERSION} there",
+            next_step=f"pip install ray=={RAY_VERSION} here",
         )
-
-
-def describe_here() -> dict[str, Any]:
-    """Return the head's facts for nodes that join: versions must be equal."""
-    return {"ray": RAY_VERSION, "python": ".".join(map(str, sys.version_info[:3])), "pid": os.getpid()}
 
 
 def choose_temp_dir(configured: Path | None = None) -> Path:
@@ -188,29 +245,17 @@ def choose_temp_dir(configured: Path | None = None) -> Path:
     enough. Raises: ConfigError if `configured` is too long for a socket; StoreError if it is not writable.
     """
     name = PREFIX + secrets.token_hex(4)
-    if configured is None:
-        # For this user alone, created like the folder of leases.
-        usual = open_folder(leases_dir()).parent
-        places = [usual, Path(tempfile.gettempdir()), SHARED_MEMORY]
-        chosen = next((place for place in places if _is_short(place / name)), places[-1])
-        return _require_writable(chosen.absolute() / name)
-    path = configured.absolute() / name
-    if not _is_short(path):
-        allowed = MAX_TEMP_DIR_BYTES - len(name) - 1
+    # The usual one is for this user alone, created like the folder of leases.
+    usual = (open_folder(leases_dir()).parent, Path(tempfile.gettempdir()), SHARED_MEMORY)
+    places = usual if configured is None else (configured,)
+    paths = [place.absolute() / name for place in places]
+    path = next((path for path in paths if len(os.fsencode(path)) <= MAX_TEMP_DIR_BYTES), None)
+    if path is None:
         raise ConfigError(
-            f"ray.temp_dir is {configured}, {len(os.fsencode(configured.absolute()))} bytes long",
-            allowed=f"{allowed} bytes at most: paths of sockets end at 107, and Ray adds the rest",
+            f"ray.temp_dir is {configured}, {len(os.fsencode(paths[0].parent))} bytes long",
+            allowed=f"{MAX_TEMP_DIR_BYTES - len(name) - 1} bytes at most: paths of sockets end at 107",
             next_step="name a shorter one, or leave it out",
         )
-    return _require_writable(path)
-
-
-def _is_short(path: Path) -> bool:
-    return len(os.fsencode(path.absolute())) <= MAX_TEMP_DIR_BYTES
-
-
-def _require_writable(path: Path) -> Path:
-    """Raise StoreError if a directory cannot be made there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from strop.launch.attempts import SIGNAL_BASE
 from strop.launch.node.agent import run_node
-from strop.launch.node.environment import TERM_GRACE_S, NodeTask
+from strop.launch.node.environment import RAY_PORT, TERM_GRACE_S, NodeTask
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=120.0, help="seconds after the announcement of an end")
     parser.add_argument("--term-grace", type=float, default=TERM_GRACE_S, help="seconds after SIGTERM")
     parser.add_argument("--address", default="127.0.0.1", help="of node 0, as other nodes reach it")
+    parser.add_argument("--ray-port", type=int, default=RAY_PORT, help="of Ray's head, on node 0")
     parser.add_argument("--tied", action="store_true", help="end at once when standard input ends")
     args = parser.parse_args(arguments)
     if args.tied:
@@ -45,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
             grace_s=args.grace,
             term_grace_s=args.term_grace,
             address=args.address,
+            ray_port=args.ray_port,
         )
     )
 

@@ -225,15 +225,6 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
             planned, place, job_variables=job_variables, environ=os.environ
         )
         require_names(planned, environments[planned.name], list(plan.environment.variables))
-    if not node.roles:
-        # This node of the main part only provides its devices to another node's role.
-        with PeerWatch(task, is_sidecar=True) as peers:
-            while time.monotonic() < stop.deadline:
-                end = peers.check()
-                if end is not None:
-                    return end
-                time.sleep(0.2)
-        return NodeEnd(exit_code=EXIT_DONE, cause="")
     filled = [_fill(role, task, code_path) for role in node.roles]
     roles = start_roles(filled, task.log_path, environments, cwd=code_path)
     for role in roles:
@@ -270,10 +261,10 @@ def _is_unfinished(trial_path: Path) -> bool:
 
 def _fill(role: RolePlan, task: NodeTask, code_path: Path) -> RolePlan:
     """Replace the names in `RolePlan.argv`; a command may contain other braces, unlike for str.format."""
-    places = {"{run}": task.trial_path, "{job}": task.job_path, "{code}": code_path, "{node}": task.node}
-    words = role.argv
+    places = {"run": task.trial_path, "job": task.job_path, "code": code_path, "logs": task.log_path}
+    words = tuple(word.replace("{node}", str(task.node)) for word in role.argv)
     for name, path in places.items():
-        words = tuple(word.replace(name, str(path)) for word in words)
+        words = tuple(word.replace(f"{{{name}}}", str(path)) for word in words)
     return replace(role, argv=words)
 
 

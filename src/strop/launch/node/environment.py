@@ -24,10 +24,19 @@ from strop.io import user_cache_dir
 from strop.launch.backends import BACKENDS
 from strop.launch.contract import JobPlan, RolePlan
 from strop.launch.options import SiteOptions
-from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
+from strop.launch.secrets import RAY_TOKEN_NAME
+from strop.record.fence import (
+    ATTEMPT_VARIABLE,
+    GRACE_VARIABLE,
+    NUMBER_VARIABLE,
+    RAY_ADDRESS,
+    RAY_TOKEN_PATH,
+)
 from strop.spec.layout import PARTS
 from strop.user_code import MOVED_VARIABLE
 
+RAY_PORT = 6379
+"""Ray's own."""
 TERM_GRACE_S = 25.0
 """Seconds after SIGTERM: schedulers kill after 30 s by default."""
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -57,6 +66,10 @@ class NodeTask:
     """Seconds between SIGTERM and the kill that follows."""
     address: str = "127.0.0.1"
     """The address by which other nodes reach node 0."""
+    ray_port: int = RAY_PORT
+    """The port there of the head of the run's Ray cluster, if it has several nodes."""
+    has_shared_disk: bool = True
+    """Whether all nodes see the run's directory."""
 
     @property
     def attempt_path(self) -> Path:
@@ -128,6 +141,9 @@ def build_environment(
         NAMES_VARIABLE: ",".join(sorted(job_variables)),
         **place.lease,
     }
+    if (token_path := task.job_path / RAY_TOKEN_NAME).exists():
+        variables |= {RAY_ADDRESS: f"{task.address}:{task.ray_port}", RAY_TOKEN_PATH: str(token_path)}
+        variables["RAY_AUTH_MODE"] = "token"
     came_from = place.plan.details.get("submitted_from")
     if place.plan.code_sha256 is not None and came_from:
         # The run file names user code by its old path, and the submitted copy runs instead.

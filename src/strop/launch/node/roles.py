@@ -129,7 +129,7 @@ def watch_roles(
             code = role.child.poll()
             if is_stopping or role.name in failed or code is None or from_wait(code) in _REFUSALS:
                 continue
-            if role.plan.need is Need.NOTHING:
+            if role.plan.need is Need.NOTHING and code != EXIT_DONE:
                 failed.add(role.name)
                 say(f"{_describe_end(role)}\nthe run goes on without it")
         end = _find_end(roles, is_stopping=is_stopping)
@@ -142,10 +142,11 @@ def watch_roles(
             _signal_all(saving, signal.SIGTERM)
             is_stopping = True
         if time.monotonic() > stop.deadline:
-            if all(role.child.poll() is not None for role in roles):
-                # This node's roles failed and were not needed; other nodes determine the job's exit code.
-                return NodeEnd(exit_code=EXIT_DONE, cause="")
+            needed = [role for role in roles if role.plan.need is not Need.NOTHING]
+            is_done = all(role.child.poll() is not None for role in needed)
             end_roles(roles, time.monotonic())
+            if is_done:
+                return NodeEnd(exit_code=EXIT_DONE, cause="")
             return NodeEnd(
                 exit_code=SIGNAL_BASE + signal.SIGKILL,
                 cause=f"{_names(roles)} did not end within the grace after {stop.signal_name} and was killed",
@@ -205,7 +206,8 @@ def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
         # A sidecar that exits with 0 has left the run, which is no success.
         failure = EXIT_FAILED if exit_code == EXIT_DONE else exit_code
         return NodeEnd(exit_code=failure, cause=_describe_end(role), role=role.name)
-    return None
+    # None of them was needed: other nodes determine the job's exit code.
+    return None if None in codes.values() else NodeEnd(exit_code=EXIT_DONE, cause="")
 
 
 def _describe_end(role: Role) -> str:
@@ -245,7 +247,7 @@ class PeerWatch:
 
     def __enter__(self) -> PeerWatch:
         """Begin to write heartbeats, on node 0."""
-        if self._task.node == 0:
+        if self._task.node == 0 and self._task.has_shared_disk:
             self._thread.start()
         return self
 
@@ -255,7 +257,7 @@ class PeerWatch:
 
     def check(self) -> NodeEnd | None:
         """Return this node's end if another node has ended or a later attempt has begun, else None."""
-        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+        if not self._task.has_shared_disk or time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return None
         self._looked_at = time.monotonic()
         fence = read_fence(self._task.trial_path)

@@ -25,10 +25,9 @@ from strop.launch.sagemaker.client import AwsClients, JobObjects, SiteObjects, a
 from strop.launch.sagemaker.ecr import find_digest, parse_reference
 from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
 from strop.launch.sagemaker.options import SageMakerSite
-from strop.launch.sagemaker.places import LINK_KEY, PLAN_TAG, RUN_TAG, TRIAL_TAG, suffixed_name
+from strop.launch.sagemaker.places import PLAN_TAG, RUN_TAG, TRIAL_TAG, suffixed_name
 from strop.launch.sagemaker.probe import probe_site
-from strop.launch.sagemaker.rendezvous import make_key
-from strop.launch.sagemaker.request import complete_plan, count_hosts, renew_plan, step_of_state
+from strop.launch.sagemaker.request import complete_plan, renew_plan, step_of_state
 from strop.launch.sagemaker.status import CloudWatchLogs, read_answer
 from strop.launch.secrets import SECRETS_NAME
 from strop.record.files import LogSource, RecordFiles, StoreRecord, find_checkpoints
@@ -257,10 +256,6 @@ class SageMakerBackend:
         trial_spec = job_path_of(trial.path) / "spec.toml"
         if trial.overrides and trial_spec.is_file():
             self._send(trial_spec, f"{job['config_uri']}/member-spec.toml")
-        key_uri = f"{job['config_uri']}/{LINK_KEY}"
-        if count_hosts(job["request"]) > 1 and self._objects.find(key_uri) is None:
-            # Never replaced: hosts of a job that was accepted unnoticed may be reading the key.
-            self._objects.write(key_uri, make_key())
         original = Path(plan.details["config"] or "/nonexistent")
         if original.is_file():
             # Under its original name, which neither the job's name nor the resolved spec shows.

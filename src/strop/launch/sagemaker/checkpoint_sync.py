@@ -295,7 +295,7 @@ class RecordUploader(Worker):
     def send_changed(self) -> None:
         """Send every file that changed since it was last sent."""
         attempt_path = self._trial_path / "attempts" / self._attempt
-        paths = [path for path in sorted(attempt_path.rglob("*")) if path.is_file() and path.name != "alive"]
+        paths = [path for path in sorted(attempt_path.rglob("*")) if path.is_file()]
         if self._has_run:
             paths += [self._trial_path / name for name in _RUN_FILES]
         if self._evaluation_path is not None:

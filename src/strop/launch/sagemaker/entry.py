@@ -1,7 +1,9 @@
-"""One start of a training container: from the files in /opt/ml to one exit code for all hosts.
+"""One start of a training container: from the files in /opt/ml to its exit code.
 
-It reads the platform's files, restores the newest intact state, waits for the other hosts, runs this node's
-agent, and uploads state and record. `node` installs a handler for SIGTERM, then starts it.
+It reads the platform's files, restores the newest intact state, runs this node's agent, and uploads state and
+record. `node` installs a handler for SIGTERM, then starts it. The hosts of a job are nodes of one Ray
+cluster, whose head is the first host, and nothing else connects them: the exit code of the first host is the
+job's, and the others end with its Ray.
 
 Covered: several hosts, restarts by the platform, stops at any moment, secrets by ARN, jobs without network.
 Not covered: elastic hosts; a host that comes back within one start.
@@ -34,10 +36,9 @@ from strop.errors import (
 )
 from strop.io.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.launch.attempts import write_verdict
-from strop.launch.contract import Need, is_place
 from strop.launch.evaluating import EVALUATION
 from strop.launch.node.agent import run_node
-from strop.launch.node.environment import NodeTask
+from strop.launch.node.environment import RAY_PORT, NodeTask
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.checkpoint_sync import (
     CheckpointSync,
@@ -60,22 +61,12 @@ from strop.launch.sagemaker.opt_ml import (
     write_failure,
 )
 from strop.launch.sagemaker.places import STOP_WINDOW_S
-from strop.launch.sagemaker.rendezvous import (
-    END_LIMIT_S,
-    PORT,
-    Rendezvous,
-    find_address,
-    join_hosts,
-    read_key,
-)
 from strop.launch.secrets import remove_secrets
-from strop.record.fence import ROLES_FOLDER, rendezvous_path
 from strop.store.policy import URI_VARIABLE
 
 if TYPE_CHECKING:
     from strop.launch.sagemaker.node import StopFlag
 
-JOIN_LIMIT_S = 900.0
 RESERVE_S = 20.0
 """The part of the stop window after the roles' end: for the last state, the record, the verdict."""
 _BLOCK_END = "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
@@ -89,8 +80,7 @@ class EntrySettings:
 
     root: Path = Path(places.OPT_ML)
     scratch: Path = Path(places.SCRATCH)
-    port: int = PORT
-    join_limit_s: float = JOIN_LIMIT_S
+    ray_port: int = RAY_PORT
     stop_window_s: float = STOP_WINDOW_S
 
 
@@ -182,37 +172,14 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
         _choose_sender(start), start.home, start.attempt, has_run=has_run, evaluation_path=evaluation_path
     )
     started_at = time.time()
-    rendezvous = join_hosts(
-        start.hosts,
-        start.attempt_path,
-        key=read_key(start.tree) if len(start.hosts.names) > 1 else "",
-        limit_s=settings.join_limit_s,
-        port=settings.port,
-        is_stopped=lambda: stop.is_asked,
-    )
-    rendezvous.start(
-        shared_path=rendezvous_path(start.home / ROLES_FOLDER, start.attempt),
-        may_be_lost=_find_optional_nodes(start),
-    )
     try:
-        own_code, signal_name = _run_agent(start, settings, stop, rendezvous, job_path, uploader, hidden)
-        cause = str(_read_end(start).get("cause", ""))
-        code = rendezvous.finish(own_code, cause)
-        # The failure file has the first cause and the host that reported it.
+        code, signal_name = _run_agent(start, settings, stop, job_path, uploader, hidden)
         if code != EXIT_DONE:
-            decisive = [
-                (node, text) for node, text in rendezvous.causes if rendezvous.codes.get(node) == code
-            ]
-            node, first = next(iter(decisive or rendezvous.causes), (start.hosts.node, cause))
-            if not first and code == EXIT_INTERRUPTED:
-                first = "stopped, and the newest state is kept"
-            text = describe_failure(code, host=start.hosts.names[node], cause=first, secrets=hidden)
+            cause = str(_read_end(start).get("cause", ""))
+            if not cause and code == EXIT_INTERRUPTED:
+                cause = "stopped, and the newest state is kept"
+            text = describe_failure(code, host=start.hosts.current, cause=cause, secrets=hidden)
             write_failure(start.tree.failure_path, text)
-            if node != start.hosts.node and cause:
-                write_failure(
-                    start.tree.failure_path,
-                    describe_failure(own_code, host=start.hosts.current, cause=cause, secrets=hidden),
-                )
         if start.hosts.is_head:
             write_verdict(
                 start.attempt_path,
@@ -224,7 +191,6 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
                 nodes=start.hosts.names,
             )
     finally:
-        rendezvous.close()
         uploader.stop()
         remove_secrets(job_path)
     return code
@@ -234,7 +200,6 @@ def _run_agent(
     start: _Start,
     settings: EntrySettings,
     stop: StopFlag,
-    rendezvous: Rendezvous,
     job_path: Path,
     uploader: RecordUploader,
     hidden: tuple[str, ...],
@@ -253,7 +218,9 @@ def _run_agent(
         part="cpu" if start.hosts.current in start.hosts.cpu else "main",
         grace_s=settings.stop_window_s,
         term_grace_s=max(1.0, settings.stop_window_s - RESERVE_S * settings.stop_window_s / STOP_WINDOW_S),
-        address=find_address(start.hosts.head, JOIN_LIMIT_S) if len(start.hosts.names) > 1 else "127.0.0.1",
+        address=start.hosts.head,
+        ray_port=settings.ray_port,
+        has_shared_disk=False,
     )
     # Next to the checkpoint directory, so that files can be renamed into it.
     staging = start.tree.checkpoint_path.parent / f".strop-{start.hosts.current}"
@@ -267,7 +234,6 @@ def _run_agent(
         thread.start()
     _arm_block_end()
     released = threading.Event()
-    threading.Thread(target=_end_after_head, args=(rendezvous, released), daemon=True).start()
     threading.Thread(target=_repeat_early_stop, args=(stop, released), daemon=True).start()
     try:
         code = run_node(task)
@@ -277,29 +243,6 @@ def _run_agent(
         echo.stop()
     sys.stderr.write(f"newest state that is kept: {'none' if step is None else f'step {step}'}\n")
     return code, str(_read_end(start).get("signal", ""))
-
-
-def _find_optional_nodes(start: _Start) -> set[int]:
-    """Return the nodes whose roles may all be lost; nodes without roles provide devices to others."""
-    roles, hosts = start.plan["roles"], start.hosts
-    optional = set()
-    for node, name in enumerate(hosts.names):
-        part = "cpu" if name in hosts.cpu else "main"
-        here = [role for role in roles if is_place(role["nodes"], node, part)]
-        if here and all(role["need"] == Need.NOTHING for role in here):
-            optional.add(node)
-    return optional
-
-
-def _end_after_head(rendezvous: Rendezvous, released: threading.Event) -> None:
-    """End this host's roles if they go on long after the first host has ended."""
-    if rendezvous.is_head:
-        return
-    while not released.wait(0.2):
-        if 0 in rendezvous.codes or rendezvous.verdict is not None:
-            if not released.wait(END_LIMIT_S * 0.5):
-                os.kill(os.getpid(), signal.SIGTERM)
-            return
 
 
 def _repeat_early_stop(stop: StopFlag, released: threading.Event) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strop.errors import CheckRefused
+from strop.launch.node.environment import RAY_PORT
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.client import JobObjects
 from strop.launch.sagemaker.engine import Engine
@@ -54,8 +55,7 @@ class EmulatorSettings:
     """Replaces the request's python3."""
     stop_window_s: float = STOP_WINDOW_S
     sync_every_s: float = 1.0
-    join_limit_s: float = 60.0
-    port: int = 7777
+    ray_port: int = RAY_PORT
     gpus: tuple[str, ...] = ()
     """Indices or UUIDs."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -107,8 +107,7 @@ class Emulator:
             entry = list(request["AlgorithmSpecification"]["ContainerEntrypoint"])
             if entry[0] == "python3" and (settings.python or settings.engine is None):
                 entry[0] = settings.python or sys.executable
-            entry += ["--port", str(settings.port), "--join-limit", str(settings.join_limit_s)]
-            entry += ["--stop-window", str(settings.stop_window_s)]
+            entry += ["--ray-port", str(settings.ray_port), "--stop-window", str(settings.stop_window_s)]
             environment = {
                 **request.get("Environment", {}),
                 **settings.environment,

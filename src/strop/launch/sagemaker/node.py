@@ -44,10 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--root", type=Path, default=defaults.root, help="instead of /opt/ml")
     parser.add_argument("--scratch", type=Path, default=defaults.scratch, help="where the run is written")
-    parser.add_argument("--port", type=int, default=defaults.port, help="of the control connection")
-    parser.add_argument(
-        "--join-limit", type=float, default=defaults.join_limit_s, help="seconds for all hosts"
-    )
+    parser.add_argument("--ray-port", type=int, default=defaults.ray_port, help="of the first host's Ray")
     parser.add_argument(
         "--stop-window", type=float, default=defaults.stop_window_s, help="seconds, TERM to KILL"
     )
@@ -55,8 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = EntrySettings(
         root=args.root,
         scratch=args.scratch,
-        port=args.port,
-        join_limit_s=args.join_limit,
+        ray_port=args.ray_port,
         stop_window_s=args.stop_window,
     )
     return run_entry(settings, stop)

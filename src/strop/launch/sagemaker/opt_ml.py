@@ -175,8 +175,10 @@ def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path
     job_path.mkdir(parents=True, exist_ok=True)
     config_path = tree.channel_path(places.CONFIG_CHANNEL)
     for path in sorted(config_path.iterdir()):
-        if path.is_file() and path.name not in {PLAN_NAME, TRIAL_SPEC, places.LINK_KEY}:
+        if path.is_file() and path.name not in {PLAN_NAME, TRIAL_SPEC}:
+            # The token of the job's Ray cluster is among them.
             shutil.copyfile(path, job_path / path.name)
+            (job_path / path.name).chmod(0o600)
     if (config_path / TRIAL_SPEC).is_file():
         shutil.copyfile(config_path / TRIAL_SPEC, job_path / SPEC_NAME)
     # Adapt the plan: this container's interpreter, and no paths of the submitting machine.

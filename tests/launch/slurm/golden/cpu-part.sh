@@ -50,6 +50,7 @@ kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9]*\).*/\1/p')
 on_node='export STROP_NODE=$(($1 + SLURM_PROCID)); shift; exec "$@"'
 agent=(/env/bin/python -m strop.launch.node --trial "$trial" --job "$home/job" --attempt "$attempt"
   --number "$number" --node-variable STROP_NODE --num-nodes 3 --address "$address"
+  --ray-port $((20000 + SLURM_JOB_ID % 10000))
   --grace 120 --term-grace "$((${kill_wait:-30} * 4 / 5))")
 step=(srun --export=ALL --kill-on-bad-exit=0 --cpu-bind=none --label)
 steps=(); contain=(); inside=(); here=("${inside[@]}")
