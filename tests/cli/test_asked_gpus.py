@@ -116,7 +116,7 @@ def test_plan_counts_what_the_run_starts_on_two_nodes(run: Run, tiny_model_dir: 
     ("words", "said"),
     [
         (("job.infer_gpus=3", "placement.engines=2"), "GPUs would be idle: 1 of the 3 for job.infer_gpus"),
-        (("job.gpus=4", "placement.kind=inline"), "only Ray starts several processes of a role"),
+        (("job.gpus=4", "placement.kind=inline"), "only Ray starts other processes"),
         (("job.train_gpus=2", "placement.learners=1"), "placement.learners is 1 and the nodes have 2"),
     ],
 )
