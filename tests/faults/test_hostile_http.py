@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ import pytest
 from strop.errors import SandboxRefused
 from strop.runtime.contract import State
 from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
-from tests.fixtures.nodes import node_of, workspace_at
+from tests.fixtures.hosts import host_of, workspace_at
 from tests.fixtures.runtime_service import service, start_body
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 
@@ -38,7 +39,7 @@ UNSPEAKABLE: dict[str, dict[str, object]] = {
 
 async def test_a_start_that_nobody_can_pass_on_is_refused_and_holds_no_slot(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
-        await it.add_node(1)
+        await it.add_host(1)
         statuses = {}
         for name, changes in UNSPEAKABLE.items():
             body = json.dumps(start_body(session_id=f"S-{name}") | changes)
@@ -83,7 +84,7 @@ async def cut(writers: list[asyncio.StreamWriter]) -> None:
     "words", [SILENT, HALF_A_HEAD, WITHOUT_KEY, OPEN_PATH], ids=["silent", "half", "no-key", "open-path"]
 )
 async def test_strangers_at_a_sandboxs_port_take_no_place_of_its_owner(words: bytes) -> None:
-    async with node_of("process") as orders:
+    async with host_of("process") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         writers = await connect(url, words, 270)
@@ -98,7 +99,7 @@ async def test_strangers_at_a_port_of_the_service_take_no_place_of_its_owner(tmp
     async with service(
         tmp_path,
     ) as it:
-        await it.add_node()
+        await it.add_host()
         await it.start("S1")
         await it.until_session("S1", pod_status="ready")
         record = await it.session("S1")
@@ -106,7 +107,7 @@ async def test_strangers_at_a_port_of_the_service_take_no_place_of_its_owner(tmp
         try:
             async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
                 headers = {"X-Session-API-Key": record["session_api_key"]}
-                answer = await client.get(record["url"] + "/alive", headers=headers)
+                answer = await client.get(record["url"] + "/health", headers=headers)
             assert answer.status_code == 200
         finally:
             await cut(writers)
@@ -114,42 +115,20 @@ async def test_strangers_at_a_port_of_the_service_take_no_place_of_its_owner(tmp
 
 @pytest.mark.slow
 async def test_who_says_nothing_is_cut_off() -> None:
-    async with node_of("process") as orders:
+    async with host_of("process") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
-        assert orders.node is not None
-        for address in (url, orders.node.url):
-            where = urlsplit(address)
-            readers = []
-            for words in (SILENT, HALF_A_HEAD):
-                reader, writer = await asyncio.open_connection(where.hostname, where.port)
-                writer.write(words)
-                readers.append((reader, writer))
-            async with asyncio.timeout(25.0):
-                for reader, writer in readers:
+        where = urlsplit(url)
+        readers = []
+        for words in (SILENT, HALF_A_HEAD):
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            writer.write(words)
+            readers.append((reader, writer))
+        async with asyncio.timeout(25.0):
+            for reader, writer in readers:
+                with suppress(ConnectionResetError):
                     await reader.read()
-                    writer.transport.abort()
-
-
-@needs_git
-@pytest.mark.parametrize("name", ["größe", "日本", "tab-and\nline"], ids=["latin", "wide", "line-end"])
-async def test_names_that_are_not_ascii_come_with_an_archive(name: str) -> None:
-    async with node_of("process") as orders:
-        url = await orders.start("r1")
-        await orders.wait_for("r1", State.READY)
-        async with workspace_at(url) as workspace:
-            branch = name.replace("\n", "-")
-            script = (
-                f"cd && mkdir -p '{name}' && cd '{name}' && git init -q -b '{branch}' . && echo one > one"
-                " && git add . && git -c user.name=a -c user.email=b commit -qm c && echo two > one && pwd"
-            )
-            code, place, errors = await workspace.run(script)
-            assert code == 0, errors
-            params = {"path": place.removesuffix("\n")}
-            answer = await workspace.client.get("/api/file/archive", params=params)
-            assert answer.status_code == 200, answer.text
-            assert answer.headers["X-Archive-Branch"] == branch
-            assert b"+two" in answer.content
+                writer.transport.abort()
 
 
 KILL_GIT = """
@@ -167,7 +146,7 @@ done 2>/dev/null
 @needs_git
 @needs_bubblewrap
 async def test_a_killed_git_says_nothing_of_a_repository() -> None:
-    async with node_of("bubblewrap") as orders:
+    async with host_of("bubblewrap") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         async with workspace_at(url) as workspace:

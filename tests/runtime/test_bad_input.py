@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import httpx
 import pytest
 
 from strop.errors import SandboxRefused
-from strop.runtime import node as node_agent
+from strop.runtime import host as of_hosts
 from strop.runtime.contract import FailureKind, State
 from strop.runtime.held import as_failure
 from strop.runtime.planes import DataPlane
@@ -21,10 +19,8 @@ from strop.sandbox import engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.linux import detach_mount, mount_overlay
 from strop.sandbox.podman import make_init
-from tests.fixtures.nodes import SLOT, Orders, Workspace, node_of, workspace_at
-from tests.fixtures.runtime_service import service, start_body
+from tests.fixtures.hosts import SLOT, Orders, Workspace, host_of, workspace_at
 from tests.fixtures.sandboxes import IS_ROOT, needs_podman
-from tests.fixtures.tiny_disk import tiny_disk
 
 OTHER_MACHINE = "aarch64" if platform.machine() == "x86_64" else "x86_64"
 
@@ -53,7 +49,7 @@ def make_tree(top: Path, *, has_shell: bool) -> Path:
 async def test_a_shell_that_does_not_start_is_no_result(has_shell: bool, why: str, tmp_path: Path) -> None:
     tree = make_tree(tmp_path / "tree", has_shell=has_shell)
 
-    async with node_of("podman", data_plane=DataPlane.AUTO, image_dirs=(str(tmp_path),)) as orders:
+    async with host_of("podman", data_plane=DataPlane.AUTO, image_dirs=(str(tmp_path),)) as orders:
         url = await orders.start("r1", image=str(tree))
         await orders.wait_for("r1", State.READY)
         async with workspace_at(url) as workspace:
@@ -66,7 +62,7 @@ async def test_a_shell_that_does_not_start_is_no_result(has_shell: bool, why: st
                 "/api/file/upload", params={"path": "/tmp/x"}, files={"file": ("x", b"x")}
             )
             assert upload.json() == {"success": True, "file_size": 1}
-        await orders.start("r2", image=str(tree), command=["/bin/sh", "-c", "true"])
+        await orders.start("r2", image=str(tree), command=("/bin/sh", "-c", "true"))
         failed = await orders.wait_for("r2", State.FAILED)
         assert failed.failure_kind is FailureKind.IMAGE_ERROR
         assert why in failed.cause
@@ -78,7 +74,7 @@ def test_who_programs_are_is_a_hint(tmp_path: Path) -> None:
     """Programs are the user that is asked for where the host can give it; else one that nobody else is."""
 
     async def work() -> None:
-        async with node_of("podman", image_dirs=(str(tmp_path),)) as orders:
+        async with host_of("podman", image_dirs=(str(tmp_path),)) as orders:
             await look(orders)
 
     async def look(orders: Orders) -> None:
@@ -93,7 +89,7 @@ def test_who_programs_are_is_a_hint(tmp_path: Path) -> None:
             assert result == (0, f"{own if has_own else user}\n", "")
             assert own != user
             assert has_own is (index > 0)
-            await orders.ask("DELETE", f"/sandboxes/r{index}")
+            await orders.host.stop(f"r{index}", "it is asked for")
 
     # The kernel does not show one overlay to other users.
     merged = tmp_path / "merged"
@@ -141,41 +137,20 @@ def test_a_node_does_without_an_engine_on_a_shared_disk(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     mounts = f"32 24 0:28 / {tmp_path} rw - nfs4 server:/export rw\n"
     monkeypatch.setattr(engine, "require_local", partial(engine.require_local, mounts=mounts))
-    monkeypatch.setattr(node_agent, "BACKENDS", ("podman", "process"))
+    monkeypatch.setattr(of_hosts, "BACKENDS", ("podman", "process"))
     lines: list[str] = []
-    assert asyncio.run(node_agent.find_backends((), lines.append)) == ("process",)
+    assert asyncio.run(of_hosts.find_backends((), lines.append)) == ("process",)
     (line,) = lines
     assert "no sandboxes by podman" in line
     assert "on a disk that machines share" in line
     assert f"nfs4, over the network, mounted at {tmp_path}" in line
     with pytest.raises(SandboxRefused) as caught:
-        asyncio.run(node_agent.find_backends(("podman",), lines.append))
+        asyncio.run(of_hosts.find_backends(("podman",), lines.append))
     assert caught.value.kind == "graph_root"
 
 
-def test_a_full_disk_of_the_controller_begins_nothing(tmp_path: Path) -> None:
-    async def act(folder: Path) -> None:
-        async with service(folder) as running:
-            node = await running.add_node()
-            filler = folder / "filler"
-            with filler.open("wb") as file, suppress(OSError):
-                while True:
-                    os.write(file.fileno(), bytes(1 << 16))
-            answer = await running.client.post("/start", json=start_body(session_id="s"))
-            assert answer.status_code == 503
-            assert "disk is full" in answer.json()["detail"]
-            filler.unlink()
-            # The same start, sent again, is a new sandbox, and of the first one nothing is left.
-            record = await running.start("s")
-            await running.until_session("s", pod_status="ready")
-            assert list(node.sandboxes) == [record["runtime_id"]]
-
-    with tiny_disk(tmp_path / "state") as folder:
-        asyncio.run(act(folder))
-
-
 async def test_a_full_disk_of_a_sandbox_takes_no_upload() -> None:
-    async with node_of("process") as orders:
+    async with host_of("process") as orders:
         url = await orders.start("r1", SLOT.model_copy(update={"disk_bytes": 1 << 20}))
         ready = await orders.wait_for("r1", State.READY)
         if ready.isolation["disk"] != "enforced":
@@ -193,7 +168,7 @@ async def test_a_full_disk_of_a_sandbox_takes_no_upload() -> None:
 
 
 async def test_a_gigabyte_of_output_is_bounded_and_its_exit_code_true() -> None:
-    async with node_of("process") as orders:
+    async with host_of("process") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         async with workspace_at(url) as workspace:

@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from strop.errors import ConfigError
-from strop.runtime.keys import KeyRing
-from strop.runtime.sessions import Policy
+from strop.runtime.service import Policy
 from strop.sandbox.wire import SERVICE_KEY_HEADER
 from tests.fixtures.runtime_service import Service, service, start_body, until
 
@@ -28,10 +27,9 @@ Send = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 async def send_raw(it: Service, head: bytes, parts: Send) -> bytes:
     """Send a request's head, then parts of its body; return what was answered until the connection ended."""
-    where = urlsplit(it.serving.url)
+    where = urlsplit(it.url)
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
-    key = KeyRing(Path(it.serving.keys_file)).newest.encode()
-    writer.write(head + b"\r\nhost: x\r\nx-api-key: " + key + b"\r\n\r\n")
+    writer.write(head + b"\r\nhost: x\r\nx-api-key: " + it.key.encode() + b"\r\n\r\n")
     sending = asyncio.ensure_future(parts(writer))
     try:
         answered = b""
@@ -53,21 +51,16 @@ async def test_without_a_key_or_with_a_wrong_one_everything_but_health_is_401(tm
         await it.start("S1")
         for headers in ({}, {SERVICE_KEY_HEADER: "wrong"}, {"Authorization": "Bearer wrong"}):
             async with httpx.AsyncClient(
-                base_url=it.serving.url, headers=headers, trust_env=False, verify=False
+                base_url=it.url, headers=headers, trust_env=False, verify=False
             ) as other:
                 answers = [await other.get(path) for path in PATHS]
                 answers.append(await other.post("/start", json=start_body()))
-                answers.append(await other.post("/nodes/n", json={}))
                 assert {one.status_code for one in answers} == {401}
                 assert {one.text for one in answers} == {'{"detail":"Unauthorized"}'}
                 assert (await other.get("/health")).status_code == 200
-        # A client's key is no node's key, and the other way round.
-        assert (await it.client.post("/nodes/n", json={})).status_code == 401
-        as_node = {SERVICE_KEY_HEADER: it.node_key}
-        assert (await it.client.get("/list", headers=as_node)).status_code == 401
         bearer = {"Authorization": f"Bearer {it.client.headers[SERVICE_KEY_HEADER]}"}
         async with httpx.AsyncClient(trust_env=False, verify=False) as prometheus:
-            assert (await prometheus.get(it.serving.url + "/metrics", headers=bearer)).status_code == 200
+            assert (await prometheus.get(it.url + "/metrics", headers=bearer)).status_code == 200
 
 
 async def test_a_key_is_changed_without_a_restart(tmp_path: Path) -> None:
@@ -139,7 +132,7 @@ async def test_a_body_of_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path)
 async def test_a_body_that_comes_slowly_is_given_up_and_others_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strop.runtime.web.read_body.__kwdefaults__", {"max_bytes": 1000, "limit_s": 0.5})
+    monkeypatch.setattr("strop.runtime.routes.BODY_LIMIT_S", 0.5)
 
     async with service(tmp_path) as it:
 
@@ -161,13 +154,13 @@ async def test_a_body_that_comes_slowly_is_given_up_and_others_are_served(
 async def test_connections_that_say_nothing_take_nothing_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strop.runtime.web.HEAD_LIMIT_S", 1.0)
+    monkeypatch.setattr("strop.runtime.ports.HEAD_LIMIT_S", 1.0)
 
     async with service(tmp_path) as it:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Both ends are in this process.
         number = min(1000, (soft - 200) // 3)
-        where = urlsplit(it.serving.url)
+        where = urlsplit(it.url)
         silent = [await asyncio.open_connection(where.hostname, where.port) for _ in range(number)]
         for _, writer in silent[::2]:
             writer.write(b"GET /list HTTP/1.1\r\n")
@@ -184,8 +177,8 @@ async def test_of_too_many_connections_the_silent_ones_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with service(tmp_path) as it:
-        monkeypatch.setattr("strop.runtime.web.BoundedProtocol.max_connections", 20)
-        where = urlsplit(it.serving.url)
+        monkeypatch.setattr("strop.runtime.ports.MAX_STRANGERS", 20)
+        where = urlsplit(it.url)
         silent = [await asyncio.open_connection(where.hostname, where.port) for _ in range(60)]
         for index in range(5):
             assert (await it.start(f"S{index}"))["status"] == "starting"
@@ -203,28 +196,27 @@ async def test_what_is_no_http_is_answered_and_the_next_is_served(tmp_path: Path
         assert (await it.client.get("/health")).status_code == 200
 
 
-async def test_no_keys_on_loopback_and_never_elsewhere_unless_forced(tmp_path: Path) -> None:
+async def test_no_keys_on_loopback_and_never_elsewhere(tmp_path: Path) -> None:
     async with service(tmp_path / "a", disable_auth=True) as it:
-        assert it.serving.keys_file == ""
+        assert it.key == ""
         await it.start("S1")
         assert len((await it.client.get("/list")).json()["runtimes"]) == 1
     with pytest.raises(ConfigError, match="can be reached from other machines"):
-        async with service(tmp_path / "b", disable_auth=True, host="0.0.0.0"):
+        async with service(tmp_path / "b", disable_auth=True, address="0.0.0.0"):
             pass
     assert not (tmp_path / "b").exists()
 
 
 async def test_keys_are_in_no_log_and_no_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with service(tmp_path) as it:
-        await it.add_node()
+        await it.add_host()
         record = await it.start("S1")
         await it.session("S1")
         await it.post("/stop", record["runtime_id"])
-        secrets = [record["session_api_key"], it.node_key, it.client.headers[SERVICE_KEY_HEADER]]
+        secrets = [record["session_api_key"], it.key]
         log = tmp_path / "events.jsonl"
         await until(lambda: "stopped" in log.read_text())
         events = log.read_text()
         states = [json.loads(line).get("state") for line in events.splitlines()]
         assert [one for one in states if one] == ["image", "ready", "stopped"]
         assert not any(secret in events or secret in caplog.text for secret in secrets)
-        assert (tmp_path / "journal.jsonl").stat().st_mode & 0o077 == 0

@@ -2,66 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from strop.runtime.contract import FailureKind, NodeReply, NodeReport, SandboxReport, StartRequest, State
-from strop.runtime.journal import Journal
-from strop.runtime.keys import open_keys
-from strop.runtime.nodes import NodeClient
-from strop.runtime.placement import Placement
-from strop.runtime.queue import Admission
-from strop.runtime.registry import Registry
+from strop.runtime.contract import FailureKind, SandboxReport, StartRequest, State
+from strop.runtime.ports import Gate
+from strop.runtime.service import Policy, Service
 from strop.runtime.session import Session
-from strop.runtime.sessions import Policy, Sessions
-from tests.fixtures.scripted_node import slots
+from tests.fixtures.scripted_host import ScriptedHost, slots
 
 POLICY = Policy(settle_s=0.0)
 
 
 @asynccontextmanager
-async def sessions_of(tmp_path: Path, policy: Policy = POLICY) -> AsyncIterator[Sessions]:
-    """Sessions without HTTP in front, and without nodes behind."""
-    registry = Registry(Journal.open(tmp_path / "journal"), lambda _facts: None)
-    client = NodeClient(open_keys(tmp_path / "keys", "nodes"))
-    placement = Placement(registry, client, host="127.0.0.1", admission=Admission())
+async def service_of(policy: Policy = POLICY) -> AsyncIterator[Service]:
+    """A service without HTTP in front."""
+    service = Service(policy=policy, address="127.0.0.1", write_event=lambda _facts: None)
     try:
-        yield Sessions(policy, registry, placement)
+        yield service
     finally:
-        await placement.close()
-        await client.close()
-        await registry.close()
+        await service.close()
 
 
-async def begin(sessions: Sessions, name: str = "S1", *, owner: str = "ada") -> Session:
-    return await sessions.start(owner, StartRequest(image="img", command=("a",), session_id=name))
+async def add_host(service: Service) -> ScriptedHost:
+    host = ScriptedHost(capacity=slots(8))
+    service.add_host("n", host, await host.open(), is_here=True)
+    return host
 
 
-def make_ready(sessions: Sessions, *ready: Session) -> None:
-    """Report sandboxes as ready, from a node that is not asked for anything."""
+async def begin(service: Service, name: str = "S1", *, owner: str = "ada") -> Session:
+    return await service.start(owner, StartRequest(image="img", command=("a",), session_id=name))
+
+
+def make_ready(service: Service, *ready: Session) -> None:
+    """Let sandboxes be ready, wherever they are."""
     for session in ready:
-        session.is_probed = True
-        session.node_url = "http://127.0.0.1:9"
-    report = NodeReport(
-        node_id="n",
-        host="h",
-        url="http://127.0.0.1:9",
-        boot_id="b",
-        pid=1,
-        capacity=slots(8),
-        backends=(),
-        sandboxes=tuple(
-            SandboxReport(runtime_id=one.runtime_id, state=State.READY, last_used_s=1e6) for one in ready
-        ),
-    )
-    sessions.placement.report(report)
-    assert all(one.state is State.READY for one in ready)
+        service._take(SandboxReport(runtime_id=session.runtime_id, state=State.READY, version=1))
+        assert session.state is State.READY
+
+
+def _gate_of(session: Session) -> Gate:
+    assert session.gate is not None
+    return session.gate
 
 
 def age(session: Session, seconds: float) -> None:
@@ -71,33 +57,33 @@ def age(session: Session, seconds: float) -> None:
             setattr(session, name, getattr(session, name) - seconds)
 
 
-async def test_a_lease_that_is_not_renewed_ends_its_sandbox_and_no_other(tmp_path: Path) -> None:
-    async with sessions_of(tmp_path) as sessions:
+async def test_a_lease_that_is_not_renewed_ends_its_sandbox_and_no_other() -> None:
+    async with service_of() as service:
         leased, free, foreign = (
-            await begin(sessions),
-            await begin(sessions, "S2"),
-            await begin(sessions, "S1", owner="bob"),
+            await begin(service),
+            await begin(service, "S2"),
+            await begin(service, "S1", owner="bob"),
         )
-        make_ready(sessions, leased, free, foreign)
-        assert sessions.renew("ada", [leased.runtime_id, foreign.runtime_id, "unknown"], 60.0) == [leased]
+        make_ready(service, leased, free, foreign)
+        assert service.renew("ada", [leased.runtime_id, foreign.runtime_id, "unknown"], 60.0) == [leased]
         age(leased, 59.0)
-        sessions.tick()
+        service.tick()
         assert leased.is_alive
-        sessions.renew("ada", [leased.runtime_id], 60.0)
+        service.renew("ada", [leased.runtime_id], 60.0)
         age(leased, 59.0)
-        sessions.tick()
+        service.tick()
         assert leased.is_alive
-        expires_in_s = sessions.expires_in_s(leased)
+        expires_in_s = service.expires_in_s(leased)
         assert expires_in_s is not None
         assert 0 < expires_in_s <= 1.0
         age(leased, 2.0)
         age(free, 61.0)
-        sessions.tick()
+        service.tick()
         assert (leased.state, leased.cause) == (State.STOPPED, "its lease of 60 s was not renewed")
         assert free.is_alive
         assert foreign.is_alive
-        assert sessions.expires_in_s(leased) is None
-        assert set(sessions.renew("ada", None, 30.0)) == {free}
+        assert service.expires_in_s(leased) is None
+        assert set(service.renew("ada", None, 30.0)) == {free}
 
 
 @pytest.mark.parametrize(
@@ -107,149 +93,80 @@ async def test_a_lease_that_is_not_renewed_ends_its_sandbox_and_no_other(tmp_pat
         (replace(POLICY, idle_limit_s=100.0), "it was idle for 100 s"),
     ],
 )
-async def test_age_and_idleness_end_a_sandbox(tmp_path: Path, policy: Policy, cause: str) -> None:
-    async with sessions_of(tmp_path, policy) as sessions:
-        session = await begin(sessions)
-        sessions.find("ada", "S1")
-        make_ready(sessions, session)
+async def test_age_and_idleness_end_a_sandbox(policy: Policy, cause: str) -> None:
+    async with service_of(policy) as service:
+        session = await begin(service)
+        service.find("ada", "S1")
+        make_ready(service, session)
         age(session, 99.0)
-        sessions.placement._relays[session.runtime_id].last_used_at -= 99.0
-        sessions.tick()
+        _gate_of(session).last_used_at -= 99.0
+        service.tick()
         assert session.is_alive
         age(session, 2.0)
-        sessions.placement._relays[session.runtime_id].last_used_at -= 2.0
-        sessions.tick()
+        _gate_of(session).last_used_at -= 2.0
+        service.tick()
         assert (session.state, session.cause) == (State.STOPPED, cause)
 
 
-async def test_a_start_that_nobody_asks_about_again_is_an_orphan(tmp_path: Path) -> None:
-    async with sessions_of(tmp_path, replace(POLICY, orphan_limit_s=100.0)) as sessions:
-        lost, known = await begin(sessions), await begin(sessions, "S2")
-        sessions.find("ada", "S2")
+async def test_a_start_that_nobody_asks_about_again_is_an_orphan() -> None:
+    async with service_of(replace(POLICY, orphan_limit_s=100.0)) as service:
+        lost, known = await begin(service), await begin(service, "S2")
+        service.find("ada", "S2")
         for session in (lost, known):
             age(session, 101.0)
-        sessions.tick()
+        service.tick()
         assert lost.state is State.STOPPED
         assert "nobody asked for it" in lost.cause
         assert known.is_alive
 
 
-async def test_a_jump_of_the_clock_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with sessions_of(tmp_path, replace(POLICY, age_limit_s=600.0)) as sessions:
-        session = await begin(sessions)
-        sessions.renew("ada", None, 60.0)
-        make_ready(sessions, session)
+async def test_a_jump_of_the_clock_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with service_of(replace(POLICY, age_limit_s=600.0)) as service:
+        await add_host(service)
+        session = await begin(service)
+        service.renew("ada", None, 60.0)
+        make_ready(service, session)
         now = time.time()
         for jump in (3600.0, -7200.0):
             monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
-            sessions.tick()
+            service.tick()
             assert session.is_alive
-            assert sessions.placement.nodes
+            assert service.nodes
 
 
-async def test_a_jump_of_the_clock_makes_nothing_older_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with sessions_of(tmp_path) as before:
-        session = await begin(before)
-        age(session, 60.0)
-        await before.registry.write(session)
-    now = time.time()
-    for jump in (86400.0, -86400.0):
-        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
-        line = json.loads(json.dumps(session.to_json()))
-        assert Session.from_json(line).begun_at == session.begun_at
-        # On a machine that was started anew only its clock tells, and an age is never below nothing.
-        again = Session.from_json(line | {"boot_id": "another"})
-        assert time.monotonic() - again.begun_at == pytest.approx(max(0.0, jump), abs=5.0)
-
-
-async def test_a_controller_that_stood_still_does_not_take_its_nodes_for_silent(tmp_path: Path) -> None:
-    async with sessions_of(tmp_path) as sessions:
-        session = await begin(sessions)
-        make_ready(sessions, session)
-        placement = sessions.placement
-        placement.nodes["n"].seen_at -= 60.0
-        placement._checked_at -= 60.0
-        sessions.tick()
-        assert session.is_alive
-        placement.nodes["n"].seen_at -= 60.0
-        sessions.tick()
-        assert placement.nodes == {}
-        assert session.cause == "node n on h was silent for 10 s"
-
-
-async def test_a_report_of_what_changed_says_nothing_of_the_others(tmp_path: Path) -> None:
-    async with sessions_of(tmp_path) as sessions:
-        session, placement = await begin(sessions), sessions.placement
-        make_ready(sessions, session)
-        part = placement.nodes["n"].report.model_copy(update={"sandboxes": (), "has_all": False})
-        for _ in range(3):
-            assert placement.report(part) == NodeReply()
-        assert session.state is State.READY
-        # From a node that a controller does not know, it would be taken for all that the node has.
-        stranger = part.model_copy(update={"node_id": "m"})
-        assert placement.report(stranger) == NodeReply(wants_all=True)
-        assert set(placement.nodes) == {"n"}
-        for _ in range(2):
-            placement.report(part.model_copy(update={"has_all": True}))
-        assert (session.state, session.cause) == (State.FAILED, "node n does not have it any more")
-
-
-async def test_a_report_that_was_overtaken_changes_nothing(tmp_path: Path) -> None:
-    async with sessions_of(tmp_path) as sessions:
-        session = await begin(sessions)
-        make_ready(sessions, session)
-        report = sessions.placement.nodes["n"].report
-        new, old = (
-            report.sandboxes[0].model_copy(update={"version": version, "state": state})
-            for version, state in ((3, State.PAUSED), (2, State.READY))
-        )
-        sessions.placement.report(report.model_copy(update={"sandboxes": (new,)}))
-        sessions.placement.report(report.model_copy(update={"sandboxes": (old,)}))
+async def test_a_report_that_was_overtaken_changes_nothing() -> None:
+    async with service_of() as service:
+        session = await begin(service)
+        make_ready(service, session)
+        for version, state in ((3, State.PAUSED), (2, State.READY)):
+            service._take(SandboxReport(runtime_id=session.runtime_id, state=state, version=version))
         assert session.state is State.PAUSED
 
 
-async def test_ended_sandboxes_are_kept_for_a_bounded_time_and_number(tmp_path: Path) -> None:
-    async with sessions_of(tmp_path, replace(POLICY, max_ended=5, keep_ended_s=100.0)) as sessions:
+async def test_ended_sandboxes_are_kept_for_a_bounded_time_and_number() -> None:
+    async with service_of(replace(POLICY, max_ended=5, keep_ended_s=100.0)) as service:
         for index in range(12):
-            session = await begin(sessions, f"S{index}")
-            await sessions.stop("ada", session.runtime_id)
-        sessions.tick()
-        registry = sessions.registry
-        assert {name for _, name in registry.by_name} == {f"S{index}" for index in range(7, 12)}
-        assert len(registry.by_runtime) == len(registry.journal.read()) == 5
-        assert len(sessions.placement._relays) == 0
-        for session in registry.by_runtime.values():
+            session = await begin(service, f"S{index}")
+            await service.stop("ada", session.runtime_id)
+        service.tick()
+        assert {name for _, name in service.by_name} == {f"S{index}" for index in range(7, 12)}
+        assert len(service.by_runtime) == 5
+        for session in service.by_runtime.values():
             session.ended_at -= 101.0
-        sessions.tick()
-        assert not registry.by_name
-        assert not registry.by_runtime
-        assert registry.journal.read() == []
+        service.tick()
+        assert not service.by_name
+        assert not service.by_runtime
 
 
-async def test_a_stop_that_only_the_node_wanted_is_a_loss(tmp_path: Path) -> None:
-    async with sessions_of(tmp_path) as sessions:
-        session = await begin(sessions)
-        make_ready(sessions, session)
-        report = sessions.placement.nodes["n"].report
-        over = report.sandboxes[0].model_copy(update={"state": State.STOPPED, "cause": "the node ends"})
-        sessions.placement.report(report.model_copy(update={"sandboxes": (over,)}))
+async def test_a_stop_that_only_the_host_wanted_is_a_loss() -> None:
+    async with service_of() as service:
+        await add_host(service)
+        session = await begin(service)
+        make_ready(service, session)
+        over = SandboxReport(
+            runtime_id=session.runtime_id, state=State.STOPPED, version=9, cause="its host ends"
+        )
+        service._take(over)
         assert (session.state, session.failure_kind) == (State.FAILED, FailureKind.INFRA_LOST)
-        assert session.cause == "the node ends"
-
-
-async def test_what_its_node_has_forgotten_when_a_controller_comes_back_is_lost(tmp_path: Path) -> None:
-    async with sessions_of(tmp_path) as before:
-        session = await begin(before)
-        make_ready(before, session)
-        await before.registry.write(session)
-        report = before.placement.nodes["n"].report
-    async with sessions_of(tmp_path) as after:
-        await after.restore()
-        (session,) = after.registry.alive.values()
-        assert (session.node_id, session.state) == ("n", State.READY)
-        for _ in range(2):
-            after.placement.report(report.model_copy(update={"sandboxes": ()}))
-        assert session.failure_kind is FailureKind.INFRA_LOST
-        assert not after.placement.admission.rooms["n"].taken
+        assert session.cause == "its host ends"
+        assert not service.admission.rooms["n"].taken

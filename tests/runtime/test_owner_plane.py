@@ -17,11 +17,10 @@ from pydantic import ValidationError
 
 from strop.errors import SandboxLost, SandboxRefused
 from strop.io.endpoints import Endpoint
-from strop.runtime import node as node_agent
 from strop.runtime import owner_plane
 from strop.runtime.contract import FailureKind, State
+from strop.runtime.host import HostSettings, SandboxHost
 from strop.runtime.making import Maker, MakeSettings
-from strop.runtime.node import Node, NodeSettings
 from strop.runtime.owner_plane import find_fault
 from strop.sandbox import IsolationLevel, Limits, SandboxSpec
 from strop.sandbox.frames import LENGTHS, pack, unpack
@@ -33,10 +32,10 @@ from strop.sandbox.wire import (
     PROTOCOL,
     SANDBOX_KEY_HEADER,
 )
-from tests.fixtures.nodes import SESSION_KEY, Orders, node_of, order_of
+from tests.fixtures.hosts import SESSION_KEY, Orders, host_of, order_of
 from tests.fixtures.runtime_service import POLICY, Service, service
 from tests.fixtures.sandboxes import needs_bubblewrap
-from tests.fixtures.scripted_node import slots
+from tests.fixtures.scripted_host import slots
 
 TERMS = {"limits": {"memory_bytes": 256 << 20}, "min_level": int(IsolationLevel.RLIMIT)}
 SPEC = SandboxSpec(limits=Limits(memory_bytes=256 << 20), min_level=IsolationLevel.RLIMIT)
@@ -70,7 +69,7 @@ async def hear(stream: Stream) -> dict[str, Any]:
 
 @asynccontextmanager
 async def owned() -> AsyncIterator[tuple[Orders, str]]:
-    async with node_of("process") as orders:
+    async with host_of("process") as orders:
         url = await orders.start("r1", sandbox=TERMS)
         await orders.wait_for("r1", State.READY)
         yield orders, url
@@ -88,13 +87,12 @@ async def test_only_who_has_the_key_is_the_owner_and_only_one() -> None:
             for path in (FRAMES_PATH, f"{CONNECT_PATH}?port=1", "/strop/else"):
                 assert await status("GET", path) == 401
                 assert await status("GET", path, **{SANDBOX_KEY_HEADER: "wrong"}) == 401
-            assert await status("POST", FRAMES_PATH, **key) == 405
+            assert await status("POST", FRAMES_PATH, **key) == 404
             assert await status("GET", "/strop/else", **key) == 404
             assert await status("GET", "/api/bash/bash_events/search", **key) == 404
             assert (await client.get(FRAMES_PATH, headers=key)).status_code == 426
             refused = await client.get(f"{CONNECT_PATH}?port=1", headers={**asking, **key})
             assert (refused.status_code, refused.json()["kind"]) == (409, "refused")
-            assert (await client.get("/health")).json() == {"status": "ok"}
             async with owner_of(url):
                 assert await status("GET", FRAMES_PATH, **key) == 409
         ended = await orders.wait_for("r1", State.FAILED)
@@ -127,7 +125,7 @@ async def test_what_is_no_frame_ends_the_connection() -> None:
         "a number twice": pack(start) + pack({"id": 3, "op": "stats"}),
     }
 
-    async with node_of("process") as orders:
+    async with host_of("process") as orders:
         for name, data in frames.items():
             url = await orders.start(name, sandbox=TERMS)
             await orders.wait_for(name, State.READY)
@@ -177,7 +175,7 @@ def test_each_field_of_a_request_is_looked_at() -> None:
 @needs_bubblewrap
 def test_a_network_is_given_where_the_nodes_own_has_it() -> None:
     listed = "allow:a.example:443,b.example:80"
-    maker = Maker(MakeSettings(backends=("bubblewrap",), network=listed))
+    maker = Maker(MakeSettings(network=listed), ("bubblewrap",))
     for network in ("none", listed, "allow:B.example.:80"):
         order = order_of("r", sandbox={**TERMS, "network": network})
         assert asyncio.run(maker.kind_of(order)).network == network
@@ -201,7 +199,7 @@ with contextlib.suppress(OSError):
 async def test_what_a_network_refuses_is_told_to_the_owner() -> None:
     listed = "allow:a.example:80"
 
-    async with node_of("bubblewrap", network=listed) as orders:
+    async with host_of("bubblewrap", network=listed) as orders:
         url = await orders.start("r1", sandbox={**TERMS, "network": listed})
         await orders.wait_for("r1", State.READY)
         async with owner_of(url) as owner:
@@ -216,7 +214,7 @@ async def test_what_a_network_refuses_is_told_to_the_owner() -> None:
 async def test_an_owner_that_does_not_come_has_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_plane, "_OWNER_LIMIT_S", 0.05)
 
-    async with node_of("process") as orders:
+    async with host_of("process") as orders:
         await orders.start("r1", sandbox=TERMS)
         ended = await orders.wait_for("r1", State.FAILED)
         assert ended.cause.startswith("its owner did not come")
@@ -226,10 +224,10 @@ async def test_a_full_service_refuses_and_an_idle_sandbox_ends_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner_plane, "_BUSY_EVERY_S", 0.05)
-    monkeypatch.setattr(node_agent, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("strop.runtime.service.FACTS_EVERY_S", 0.05)
 
     async def work(it: Service) -> None:
-        backend = RemoteBackend(Endpoint(url=it.serving.url, key=it.client.headers["X-API-Key"]))
+        backend = RemoteBackend(Endpoint(url=it.url, key=it.client.headers["X-API-Key"]))
         async with await backend.create(SPEC) as sandbox:
             job = await sandbox.start(["/bin/sleep", "600"])
             with pytest.raises(SandboxRefused, match="no slot was free for it within") as caught:
@@ -245,18 +243,14 @@ async def test_a_full_service_refuses_and_an_idle_sandbox_ends_with_the_reason(
     policy = replace(POLICY, queue_limit_s=0.4, idle_limit_s=2.0, hold_s=0.5)
     async with service(tmp_path, policy=policy) as it:
         make = MakeSettings(backends=("process",))
-        node = Node(NodeSettings(controller=it.serving.url, key=it.node_key, make=make, capacity=slots(1)))
-        running = asyncio.create_task(node.run())
-        try:
-            await work(it)
-        finally:
-            node.end()
-            await running
+        host = SandboxHost(HostSettings(make=make, address="127.0.0.1", capacity=slots(1)))
+        it.inner.add_host("here", host, await host.open(), is_here=True)
+        await work(it)
 
 
 async def test_a_service_that_has_as_many_as_it_may_refuses(tmp_path: Path) -> None:
     async with service(tmp_path, policy=replace(POLICY, max_alive=0)) as it:
-        backend = RemoteBackend(Endpoint(url=it.serving.url, key=it.client.headers["X-API-Key"]))
+        backend = RemoteBackend(Endpoint(url=it.url, key=it.client.headers["X-API-Key"]))
         begun = time.monotonic()
         with pytest.raises(SandboxRefused, match="as many as may") as caught:
             await backend.create(SPEC)

@@ -4,8 +4,7 @@ import pytest
 
 from strop.runtime.contract import FailureKind, Slot, StartRequest, State
 from strop.runtime.queue import PATIENCE_S, Admission
-from strop.runtime.session import BEGINNING, Session
-from strop.runtime.wire import WORDS, make_record, words_of
+from strop.runtime.session import BEGINNING, WORDS, Session, words_of
 
 GIB = 1 << 30
 
@@ -191,7 +190,7 @@ def session_in(state: State, kind: FailureKind | None = None) -> Session:
 @pytest.mark.parametrize("words", TABLE)
 def test_each_state_and_failure_has_one_pair_of_words_and_no_null(words: tuple[str, str]) -> None:
     for state, kind in TABLE[words]:
-        record = make_record(session_in(state, kind), place=None, expires_in_s=None)
+        record = session_in(state, kind).record(place=None, expires_in_s=None)
         assert (record["status"], record["pod_status"]) == words == words_of(state, kind)
         # A client would fail on it.
         assert all(isinstance(record[name], str) for name in ("runtime_id", "url", "session_api_key"))

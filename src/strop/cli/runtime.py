@@ -1,4 +1,4 @@
-"""`strop runtime`: the sandbox service and its processes."""
+"""`strop runtime`: the sandbox service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ runtime_commands = typer.Typer(
 
 DEFAULT_FOLDER = Path("strop-runtime")
 Folder = Annotated[
-    Path, typer.Option("--dir", metavar="DIR", help="The service's folder: keys, journal, logs, address.")
+    Path, typer.Option("--dir", metavar="DIR", help="The service's folder: keys, logs, address.")
 ]
 Host = Annotated[
     str | None,
@@ -77,26 +77,6 @@ PolicyText = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeArguments:
-    """Arguments of `strop runtime node`."""
-
-    dir: Folder = DEFAULT_FOLDER
-    controller: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where the controller is, without --dir.")
-    ] = None
-    key_file: Annotated[
-        Path | None, typer.Option("--key-file", metavar="FILE", help="File with the key of the nodes.")
-    ] = None
-    host: Host = None
-    backend: BackendNames = None
-    data_plane: DataPlaneName = "auto"
-    network: Network = "none"
-    image_dir: ImageDirs = None
-    registry: Registries = None
-    warm: Warm = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ServeArguments:
     """Arguments of `strop runtime serve`."""
 
@@ -119,11 +99,13 @@ class ServeArguments:
     warm: Warm = None
     policy: PolicyText = "{}"
     host: Host = None
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the controller; 0: as before.")] = 0
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the service; 0: a free one.")] = 0
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Nodes of the service; Ray joins them. Others come by `join`.")
+    ] = 1
     node: Annotated[
-        str | None,
-        typer.Option(metavar="K/FIRST", help="This is node K of a job, and node FIRST has the controller."),
-    ] = None
+        str, typer.Option(metavar="K/FIRST", help="This is node K of a job; those after FIRST join it.")
+    ] = "0/0"
     disable_auth: Annotated[
         bool, typer.Option("--disable-auth", help="Require no key; only on the loopback address.")
     ] = False
@@ -135,7 +117,7 @@ class ServeArguments:
 @runtime_commands.command("serve")
 @takes(ServeArguments)
 def serve(context: typer.Context, args: ServeArguments) -> None:
-    """Serve sandboxes until a signal: a controller, and a node agent here or on each node of a job."""
+    """Serve sandboxes until a signal, here or on the nodes of a job."""
     import asyncio
     import os
 
@@ -150,63 +132,47 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
             allowed="settings of a job and --dry-run for a service that is one",
             next_step="name the site with --on, or leave them out",
         )
-    from strop.runtime.controller import read_policy
-    from strop.runtime.serve import ServeOptions
-    from strop.runtime.serve import serve as serve_here
+    from strop.runtime.serve import ServeOptions, read_host_settings, read_policy, serve_until_signal
     from strop.runtime.service_dir import ServiceDir
 
-    # Checked here, where the user sees the message: the controller writes to a log.
-    read_policy(args.policy)
+    folder, address = ServiceDir(args.dir), _find_host(args.host, os.environ)
     node, first = _read_node(args.node)
-    address = ("--host", _find_host(args.host, os.environ))
-    auth = ("--disable-auth",) if args.disable_auth else ()
+    if node > first:
+        join_service(args.dir)
+    _words_of_hosts(args)
+    host = read_host_settings(
+        folder,
+        backends=tuple(name for name in args.backend or () if name != "auto"),
+        data_plane=args.data_plane,
+        network=args.network,
+        image_dirs=tuple(args.image_dir or ()),
+        registries=tuple(args.registry or ()),
+        warm=tuple(args.warm or ()),
+    )
     options = ServeOptions(
-        folder=ServiceDir(args.dir),
-        has_controller=node == first,
-        controller_words=(*address, "--port", str(args.port), "--policy", args.policy, *auth),
-        node_words=(*address, *_words_of_nodes(args)),
+        folder=folder,
+        # On several nodes each finds its own address.
+        host=replace(host, address="" if args.nodes > 1 else address),
+        address=address,
+        port=args.port,
+        disable_auth=args.disable_auth,
+        policy=read_policy(args.policy),
+        num_nodes=args.nodes,
     )
-    work = serve_here(
-        options,
-        on_ready=lambda endpoint: output.say(
-            f"serving at {endpoint.url}; its keys are in {options.folder.keys_path}"
-        ),
-        say=output.say,
-    )
-    asyncio.run(work)
-
-
-@runtime_commands.command("node")
-@takes(NodeArguments)
-def run_node(context: typer.Context, args: NodeArguments) -> None:
-    """Make sandboxes on this machine for a service, until a signal or until the service is gone."""
-    import asyncio
-    import os
-
-    from strop.runtime.node import NodeOptions, serve_node
-    from strop.runtime.service_dir import START_LIMIT_S, ServiceDir
-
-    output: Output = context.obj
-    place = ServiceDir(args.dir)
-
-    async def work() -> None:
-        url = args.controller
-        if url is None:
-            url = (await place.wait_for(place.find_for_nodes, limit_s=START_LIMIT_S)).url
-        options = NodeOptions(
-            controller=url,
-            key_file=args.key_file or place.node_keys_path,
-            host=_find_host(args.host, os.environ),
-            backends=tuple(args.backend or ()),
-            data_plane=args.data_plane,
-            network=args.network,
-            image_dirs=tuple(args.image_dir or ()),
-            registries=tuple(args.registry or ()),
-            warm=tuple(args.warm or ()),
+    asyncio.run(
+        serve_until_signal(
+            options,
+            lambda endpoint: output.say(f"serving at {endpoint.url}; its keys are in {folder.keys_path}"),
         )
-        await serve_node(options, say=output.say)
+    )
 
-    asyncio.run(work())
+
+@runtime_commands.command("join")
+def join_service(dir: Folder = DEFAULT_FOLDER) -> None:
+    """Be a node of a service of several nodes, until a signal or until the service ends."""
+    from strop.runtime.cluster import join
+
+    join(dir)
 
 
 @runtime_commands.command("prebuild")
@@ -244,7 +210,7 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
     from strop.launch.build_request import read_request
     from strop.launch.serving import SERVE
 
-    local_options = [name for name in ("host", "port", "node", "disable_auth") if getattr(args, name)]
+    local_options = [name for name in ("host", "port", "disable_auth") if getattr(args, name)]
     if local_options or args.dir != DEFAULT_FOLDER:
         raise ConfigError(
             f"{', '.join(local_options or ['dir'])} with --on {site}",
@@ -255,20 +221,20 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
     submit_args = SubmitArguments(
         run_file="", overrides=args.settings, on=site, command=SERVE, snapshot=False, dry_run=args.dry_run
     )
-    words = [*_words_of_nodes(args), *(["--policy", args.policy] if args.policy != "{}" else [])]
+    words = [*_words_of_hosts(args), *(["--policy", args.policy] if args.policy != "{}" else [])]
     options = replace(to_options(submit_args), service_words=tuple(words))
     request = read_request("", options, environ=os.environ, now=time.time())
     launcher, request = prepare(output, request, submit_args)
     submit_request(output, launcher, request, submit_args)
 
 
-def _words_of_nodes(args: ServeArguments) -> list[str]:
-    """Return the options of each node agent of a service. Raises: ConfigError as `make_backend`."""
+def _words_of_hosts(args: ServeArguments) -> list[str]:
+    """Return the options of the hosts of a service. Raises: ConfigError as `make_backend`."""
     from strop.sandbox import make_backend
 
     for name in args.backend or ():
         if name != "auto":
-            # Checked here, or a node would refuse it when the service is up.
+            # Checked here, before anything is started.
             make_backend(name)
     words = [word for name in args.backend or () for word in ("--backend", name)]
     words += [word for path in args.image_dir or () for word in ("--image-dir", str(path.absolute()))]
@@ -279,16 +245,15 @@ def _words_of_nodes(args: ServeArguments) -> list[str]:
     return words + (["--network", args.network] if args.network != "none" else [])
 
 
-def _read_node(text: str | None) -> tuple[int, int]:
-    try:
-        node, _, first = (text or "0/0").partition("/")
-        return int(node), int(first)
-    except ValueError as error:
+def _read_node(text: str) -> tuple[int, int]:
+    node, _, first = text.partition("/")
+    if not (node.isdecimal() and first.isdecimal()):
         raise ConfigError(
             f"--node {text} is not understood",
             allowed="K/FIRST, two numbers of nodes",
             next_step="leave it out on a machine of your own",
-        ) from error
+        )
+    return int(node), int(first)
 
 
 def _find_host(address: str | None, environ: Mapping[str, str]) -> str:

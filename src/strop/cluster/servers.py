@@ -89,7 +89,7 @@ class RuntimeRole:
                 serve_argv(sys.executable, str(self._folder.path), *backend_words(self._spec.backend)),
                 self._folder.path / "serve.log",
             )
-        return await self._folder.wait_for(self._folder.find, limit_s=_SERVICE_LIMIT_S, check=self._check)
+        return await self._folder.wait_for_service(limit_s=_SERVICE_LIMIT_S, check=self._check)
 
     async def stop(self) -> None:
         """End a service that was started here, with all of its sandboxes. May be called twice."""

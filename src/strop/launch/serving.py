@@ -24,7 +24,7 @@ _WORDS = (
     "train.prompts_per_step=1",
     # A requeued service would lack its sandboxes, and clients would have an old address.
     "job.max_requeue=0",
-    # Sandboxes end this long before the job; the node agents take nothing new from two minutes before.
+    # Sandboxes end this long before the job; hosts take nothing new from two minutes before.
     "job.grace_s=30",
 )
 
@@ -56,22 +56,24 @@ def resolve_service(overrides: Sequence[str]) -> ResolvedSpec:
 
 
 def service_roles(spec: RunSpec, python: str, words: Sequence[str]) -> list[RolePlan]:
-    """Return the processes of a service: a node agent on each node, the controller on the first.
+    """Return the processes of a service: the service on the first node, a node of its Ray on each other.
 
-    `words`: options of `strop runtime serve` on each of its nodes.
+    `words`: options of `strop runtime serve`.
     """
-    argv = serve_argv(python, FOLDER, "--node", "{node}/0", *words)
-    roles = [RolePlan(name=RUNTIME, argv=argv)]
+    number = ("--nodes", str(spec.job.nodes))
+    roles = [RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *number, *words))]
     if spec.job.nodes > 1:
+        join = (python, "-m", "strop.cli", "runtime", "join", "--dir", FOLDER)
         # The service goes on without a lost node.
-        roles.append(RolePlan(name="sandboxes", argv=argv, nodes="others", need=Need.NOTHING))
+        roles.append(RolePlan(name="sandboxes", argv=join, nodes="others", need=Need.NOTHING))
     return roles
 
 
 def runtime_role(spec: RunSpec, python: str) -> RolePlan:
-    """Return the process on each CPU node of a run's job; the first one has the controller."""
+    """Return the process on each CPU node of a run's job; the first one has the service."""
     # Nodes are numbered over both parts.
-    words = ("--node", f"{{node}}/{spec.job.nodes}", *backend_words(spec.runtime.backend))
+    words = ("--nodes", str(spec.job.cpu_nodes), "--node", f"{{node}}/{spec.job.nodes}")
+    words += backend_words(spec.runtime.backend)
     return RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *words), nodes="cpu", need=Need.PRESENCE)
 
 

@@ -1,4 +1,4 @@
-"""The capacity of a node: the limits of its allocation, less a reserve for the node agent.
+"""The capacity of a node: the limits of its allocation, less a reserve for the service.
 
 The tightest limit counts: the machine's, that of this process's control groups, or Slurm's for the job.
 The writable layers of sandboxes are file systems in memory, so a node offers as much disk as memory.
@@ -16,7 +16,7 @@ from strop.hardware.machine import read_cgroup_memory, read_cpu_quota
 from strop.runtime.contract import Slot
 
 RESERVED_BYTES = 512 << 20
-"""For the node agent and the daemon that supervises its sandboxes."""
+"""For the service and the daemon that supervises its sandboxes."""
 RESERVED_FRAC = 0.1
 RESERVED_PROCESSES = 512
 
@@ -45,7 +45,7 @@ def measure_capacity() -> Slot:
     if left_bytes <= 0:
         raise ConfigError(
             f"this node may use {memory_bytes / (1 << 20):.0f} MiB of memory",
-            allowed=f"more than the {RESERVED_BYTES >> 20} MiB that the node agent needs",
+            allowed=f"more than the {RESERVED_BYTES >> 20} MiB that the service needs",
             next_step="give the job more memory",
         )
     return Slot(

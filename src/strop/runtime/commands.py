@@ -17,12 +17,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from strop.errors import SandboxLost
-from strop.sandbox.contract import MIB, ExecKind, ExecResult, Sandbox
+from strop.sandbox.contract import MIB, ExecKind, ExecResult
 from strop.sandbox.following import Job
+from strop.sandbox.local import LocalSandbox
 
 EVENT_CHARACTERS = MIB
 """Longest text of one event; the agent server splits at the same length."""
-MAX_PAGE = 100
 _MAX_HOLD_S = 1.0
 _ANSWER_EARLY_S = 0.1
 """The client times out at the same moment by its own clock, and its message would say less."""
@@ -141,7 +141,7 @@ class Command:
 class Commands:
     """Runs commands in a sandbox and keeps the output of the newest `_MAX_KEPT`."""
 
-    def __init__(self, sandbox: Sandbox, env: Mapping[str, str], working_dir: str) -> None:
+    def __init__(self, sandbox: LocalSandbox, env: Mapping[str, str], working_dir: str) -> None:
         self._sandbox = sandbox
         self._env = env
         self._working_dir = working_dir
@@ -179,9 +179,10 @@ class Commands:
         """Return a kept command."""
         return self._commands.get(command_id)
 
-    def list(self) -> list[Command]:
-        """Return all kept commands, oldest first."""
-        return list(self._commands.values())
+    def newest_output(self) -> list[dict[str, Any]]:
+        """Return the newest event of all commands, if there is one."""
+        events = [event for command in self._commands.values() for event in command.outputs]
+        return sorted(events, key=lambda event: str(event["timestamp"]))[-1:]
 
     async def stop(self, command: Command) -> None:
         """End a command and all processes that it started."""
@@ -207,13 +208,6 @@ class Commands:
                     await command.ended.wait()
         # The text so far becomes one event, however many pieces it came in.
         command.cut(exit_code=None)
-
-    def clear(self) -> int:
-        """Forget the commands that have ended; return how many events they had."""
-        ended = {key: command for key, command in self._commands.items() if command.ended.is_set()}
-        for key in ended:
-            del self._commands[key]
-        return sum(1 + len(command.outputs) for command in ended.values())
 
     async def close(self) -> None:
         """Stop waiting for commands; the sandbox ends them."""

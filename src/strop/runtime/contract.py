@@ -1,31 +1,28 @@
-"""The messages between a client, the controller and the nodes of the sandbox service.
+"""What clients, the service and its hosts tell each other.
 
-A client speaks OpenHands' protocol to the controller: it sends a `StartRequest` and receives records. The
-controller orders sandboxes from a node (`NodeOrder`). A node reports its own state and that of its sandboxes
-to the controller every two seconds and after each change (`NodeReport`). All messages are JSON over HTTP; the
-classes name their routes. Both sides accept unknown fields.
-
-Source of the client's side: the protocol of openhands-workspace 1.58.0, in `wire.py`.
+A client speaks OpenHands' protocol to the service (openhands-workspace 1.58.0): it sends a `StartRequest` and
+receives records. The service orders sandboxes from hosts (`host.SandboxHost`), which report them.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 from enum import StrEnum
 from typing import Any, Literal
+from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from strop.sandbox.allowlist import parse_network
 from strop.sandbox.contract import MIB, IsolationLevel, Limits
 
-NODE_KEY_HEADER = "X-Node-Key"
-"""Header of the key between controller and nodes, both ways. Clients have other keys."""
-HEARTBEAT_S = 2.0
-LOST_AFTER_S = 10.0
-"""A node that has been silent for this long is lost, and its sandboxes with it."""
+FACTS_EVERY_S = 2.0
+"""How often the service asks a host for its `HostFacts`."""
+MAX_ID_CHARS = 256
+MAX_FACTOR = 1024.0
 MAX_OUTPUT_BYTES = 64 * MIB
-"""Longest head or tail of an output stream that a client may ask to keep: the node holds it in memory."""
+"""Longest head or tail of an output stream that a client may ask to keep: the host holds it in memory."""
 MIN_SHARE = 0.001
 """Least amount of a resource that a sandbox may ask for. With 0 it would take no slot."""
 INSIDE_PORT = 60000
@@ -35,7 +32,7 @@ _NO_ID = (1 << 32) - 1
 
 
 class State(StrEnum):
-    """The state of a sandbox. Clients see each as a pair of words (`wire.WORDS`)."""
+    """The state of a sandbox. Clients see each as a pair of words (`record.WORDS`)."""
 
     QUEUED = "queued"
     """It waits for a slot."""
@@ -131,15 +128,15 @@ class SandboxTerms(_Message):
 
 
 class StartRequest(_Message):
-    """`POST /start`, parsed."""
+    """`POST /start`. Fields that are null count as left out, and unknown ones are ignored."""
 
-    image: str
+    image: str = Field(pattern=r"^[^-\x00][^\x00]*$")
     command: tuple[str, ...]
     """Split into words as a shell would. The first replaces the image's entrypoint."""
-    working_dir: str = "/"
+    working_dir: str = Field(default="/", pattern=r"^/[^\x00]*$")
     environment: dict[str, str] = Field(default_factory=dict)
     session_id: str
-    resource_factor: float = 1.0
+    resource_factor: float = Field(default=1.0, gt=0.0, le=MAX_FACTOR, allow_inf_nan=False)
     """Multiplies memory, processes and processors of a slot."""
     lifetime_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """strop's own field: how long the client means to use the sandbox. A node that ends sooner is chosen only
@@ -155,15 +152,52 @@ class StartRequest(_Message):
     sandbox: SandboxTerms | None = None
     """From strop's own client. `command`, `resource_factor` and the users and groups have no effect then."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
-class NodeOrder(_Message):
-    """`POST {node}/sandboxes`: make this sandbox. Answered at once with `NodeAnswer`; reports tell the rest.
+    @field_validator("session_id")
+    @classmethod
+    def _check_session_id(cls, value: str) -> str:
+        # Clients put an id into a path unescaped, so a sandbox with another id could not be asked for.
+        is_plain = not any(letter in value for letter in "/?#\\\0") and unquote(value) == value
+        if not (is_plain and 0 < len(value) <= MAX_ID_CHARS and value not in (".", "..")):
+            raise ValueError(
+                f"it has to have 1 to {MAX_ID_CHARS} characters, none of / ? # \\ or NUL, no % before two"
+                " hexadecimal digits, and not to be . or .."
+            )
+        return value
 
-    Other routes: `DELETE {node}/sandboxes/{runtime_id}?cause=`, `POST .../pause` and `POST .../resume`. They
-    are answered with a `SandboxReport` when done; 404 for a sandbox that the node does not have.
-    A repeated order for the same runtime id changes nothing and is answered alike. 503 says that the node
-    takes no orders now; the order then goes elsewhere.
-    """
+    @field_validator("command", mode="before")
+    @classmethod
+    def _split_command(cls, value: Any) -> Any:
+        if not isinstance(value, str | tuple):
+            raise ValueError("it is not a text")
+        words = tuple(shlex.split(value)) if isinstance(value, str) else value
+        if not words or not words[0] or any("\0" in word for word in words):
+            raise ValueError("it names no program")
+        return words
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _read_environment(cls, variables: Any) -> Any:
+        if not isinstance(variables, dict):
+            raise ValueError("it is not an object")
+        texts = {}
+        for name, value in variables.items():
+            if not isinstance(value, bool | int | float | str) or "\0" in str(value):
+                raise ValueError(f"variable {name!r} is not a text")
+            if not name or "=" in name or "\0" in name:
+                raise ValueError(f"{name!r} cannot be the name of a variable")
+            texts[name] = str(value).lower() if isinstance(value, bool) else str(value)
+        return texts
+
+
+class Order(_Message):
+    """A sandbox that a host has to make."""
 
     runtime_id: str
     session_api_key: str
@@ -171,15 +205,8 @@ class NodeOrder(_Message):
     request: StartRequest
 
 
-class NodeAnswer(_Message):
-    """The address is held from now on, and final."""
-
-    url: str
-    """`http://host:port`, without a path."""
-
-
 class SandboxReport(_Message):
-    """The state of one sandbox at its node."""
+    """The state of one sandbox at its host."""
 
     runtime_id: str
     state: State
@@ -198,29 +225,17 @@ class SandboxReport(_Message):
     timeline: dict[str, float] = Field(default_factory=dict)
     """Unix times at which it was queued, had its image, was started, was ready, ran its first command and was
     stopped."""
-    last_used_s: float = 0.0
-    """Seconds since its address was last used."""
     usage: dict[str, float] = Field(default_factory=dict)
     """cpu_s, memory_bytes, processes, disk_bytes, commands."""
     version: int = 0
-    """Grows with each change of its state at this node, so that a controller can drop an outdated report."""
-    url: str = ""
-    """Its address at the node, if it has one, for a controller that missed the answer to its order."""
+    """Grows with each change of its state at its host: the older of two reports is dropped."""
 
 
-class NodeReport(_Message):
-    """`POST {controller}/nodes/{node_id}`: at registration, every `HEARTBEAT_S` and after each change.
+class HostFacts(_Message):
+    """A host as it is now."""
 
-    A report after a change has only the sandboxes that changed, so its cost does not grow with their number.
-    Answered with `NodeReply`.
-    """
-
-    node_id: str
-    """Unique to one start of one node agent."""
-    host: str
-    url: str
-    """Where the controller reaches the node agent."""
-    boot_id: str
+    name: str
+    """Of its machine."""
     pid: int
     capacity: Slot
     backends: tuple[str, ...]
@@ -228,18 +243,7 @@ class NodeReport(_Message):
     """It takes no new sandboxes: its allocation ends soon."""
     ends_in_s: float | None = None
     """Seconds until its allocation ends."""
-    sandboxes: tuple[SandboxReport, ...]
-    """All its sandboxes, and those that ended since the last answered report."""
-    has_all: bool = True
-    """False: `sandboxes` has only those that changed since the last answered report."""
+    last_used_s: dict[str, float] = Field(default_factory=dict)
+    """Seconds since the address of each living sandbox was last used, by runtime id."""
     metrics: dict[str, float] = Field(default_factory=dict)
-    """Added to the controller's own, by their names and labels."""
-
-
-class NodeReply(_Message):
-    """The controller's answer to a report."""
-
-    to_stop: tuple[str, ...] = ()
-    """Runtime ids that the node should stop: stopped, expired, or placed elsewhere meanwhile."""
-    wants_all: bool = False
-    """The report was not taken: a node's first report has to have all its sandboxes."""
+    """Added to the service's own, by their names and labels."""

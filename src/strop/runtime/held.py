@@ -1,4 +1,4 @@
-"""One sandbox of a node, from its order to its end, with its address."""
+"""One sandbox of a host, from its order to its end, with its address."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused, StropError, given_of
-from strop.runtime.contract import FailureKind, NodeOrder, SandboxReport, State
-from strop.runtime.http_client import PROBE_BYTES, HttpClient, RequestFailed
+from strop.runtime.contract import FailureKind, Order, SandboxReport, State
 from strop.runtime.making import Made, Starter
 from strop.runtime.planes import SandboxFailed, lost_as_failure
-from strop.runtime.ports import PortRelay, Serve, Stream
+from strop.runtime.ports import Gate
+from strop.runtime.server_plane import ServerPlane
 from strop.sandbox.local import LocalSandbox
 
 _log = logging.getLogger("strop.runtime.held")
@@ -28,12 +28,12 @@ other processes on two cores."""
 class HeldSandbox:
     """A sandbox and its address. `start` it once; `stop` releases both."""
 
-    def __init__(self, order: NodeOrder, starter: Starter, changed: Callable[[], None]) -> None:
+    def __init__(self, order: Order, starter: Starter, changed: Callable[[], None]) -> None:
         self.order = order
         self.state = State.IMAGE
         self._starter = starter
         self._changed = changed
-        self._relay: PortRelay | None = None
+        self._gate: Gate | None = None
         self._made: Made | None = None
         self._running: asyncio.Task[None] | None = None
         self._failure: SandboxFailed | None = None
@@ -46,19 +46,25 @@ class HeldSandbox:
         self._version = 0
         self._turn = asyncio.Lock()
 
-    async def start(self, host: str) -> None:
-        """Hold the address and begin to make the sandbox.
+    async def start(self, address: str, gate: Gate | None = None) -> None:
+        """Hold a port of an address, or take over one that is held, and begin to make the sandbox.
 
         Raises: CheckRefused if the address cannot be listened on.
         """
-        self._relay = await PortRelay.listen(self._dial, key=self.order.session_api_key, host=host)
+        self._gate = gate or await Gate.listen(self._connect, key=self.order.session_api_key, host=address)
+        self._gate.connect = self._connect
         self._running = asyncio.create_task(self._run())
 
     @property
     def url(self) -> str:
         """The address of the sandbox."""
-        assert self._relay is not None
-        return self._relay.url
+        assert self._gate is not None
+        return self._gate.url
+
+    @property
+    def last_used_s(self) -> float:
+        """Seconds since its address was last used."""
+        return time.monotonic() - self._gate.last_used_at if self._gate is not None else 0.0
 
     @property
     def is_over(self) -> bool:
@@ -66,7 +72,7 @@ class HeldSandbox:
         return self.state in (State.STOPPED, State.FAILED)
 
     def report(self) -> SandboxReport:
-        """Return the report of the sandbox for the controller."""
+        """Return the report of the sandbox for the service."""
         plane = None if self._made is None else self._made.plane
         failure = self._failure
         log_tail = failure.log_tail if failure is not None else ""
@@ -88,10 +94,8 @@ class HeldSandbox:
             events=tuple(self._events),
             isolation=self._isolation,
             timeline=timeline,
-            last_used_s=time.monotonic() - self._relay.last_used_at if self._relay is not None else 0.0,
             version=self._version,
             usage=({"commands": float(plane.num_commands)} if plane is not None else {}) | self._usage,
-            url=self.url if self._relay is not None else "",
         )
 
     async def pause(self) -> None:
@@ -105,10 +109,10 @@ class HeldSandbox:
             if self.state is not State.READY:
                 raise self._wrong_state("paused", allowed="one that is ready")
             assert self._made is not None
-            assert self._relay is not None
+            assert self._gate is not None
             # Before the freeze, so that no request is taken and then hangs.
             self._set(State.PAUSED)
-            self._relay.disconnect()
+            self._gate.disconnect()
             try:
                 await self._made.sandbox.pause()
             except SandboxLost:
@@ -181,31 +185,30 @@ class HeldSandbox:
 
     async def _wait_until_ready(self) -> None:
         """Return once the address answers its clients' probe. Raises: SandboxFailed if it takes too long."""
+        import httpx
+
+        if self._made is None or not isinstance(self._made.plane, ServerPlane):
+            # This process serves its address.
+            return
         deadline = time.monotonic() + _START_LIMIT_S
         wait_s = 0.02
-        answer = "nothing"
-        client = HttpClient(max_connections=1)
-        while True:
-            try:
-                reply = await client.ask(
-                    "GET",
-                    f"{self.url}/health",
-                    headers={"connection": "close"},
-                    limit_s=_PROBE_LIMIT_S,
-                    max_bytes=PROBE_BYTES,
-                )
-                if reply.is_success:
-                    return
-                answer = f"{reply.status}"
-            except RequestFailed as error:
-                answer = str(error)
-            if time.monotonic() > deadline:
-                raise SandboxFailed(
-                    FailureKind.AGENT_ERROR,
-                    f"its server did not answer GET /health in {_START_LIMIT_S:.0f} s; last: {answer}",
-                )
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, 0.5)
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=_PROBE_LIMIT_S) as client:
+            while True:
+                try:
+                    # Its body is not read: any program may be the server.
+                    async with client.stream("GET", f"{self.url}/health") as answer:
+                        if answer.is_success:
+                            return
+                        last = str(answer.status_code)
+                except httpx.HTTPError as error:
+                    last = f"{type(error).__name__} {error}"
+                if time.monotonic() > deadline:
+                    raise SandboxFailed(
+                        FailureKind.AGENT_ERROR,
+                        f"its server did not answer GET /health in {_START_LIMIT_S:.0f} s; last: {last}",
+                    )
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, 0.5)
 
     async def _end(self, state: State, *, failure: SandboxFailed | None = None, cause: str = "") -> None:
         if self.is_over:
@@ -217,8 +220,8 @@ class HeldSandbox:
         if made is not None:
             self._usage = await _count_usage(made.sandbox)
             await made.plane.close(cause if failure is None else failure.cause)
-        if self._relay is not None:
-            await self._relay.close()
+        if self._gate is not None:
+            await self._gate.close()
         if made is not None:
             try:
                 await made.sandbox.stop()
@@ -227,10 +230,10 @@ class HeldSandbox:
         self._timeline["stopped"] = time.time()
         self._set(state)
 
-    async def _dial(self) -> Stream | Serve:
+    async def _connect(self) -> asyncio.Protocol:
         if self._made is None or self.state in (State.PAUSED, State.STOPPED, State.FAILED):
             raise ConnectionError(f"the sandbox is {self.state.value}")
-        return await self._made.plane.dial()
+        return await self._made.plane.connect()
 
     def _wrong_state(self, operation: str, *, allowed: str) -> SandboxError:
         return SandboxError(
@@ -241,8 +244,8 @@ class HeldSandbox:
         )
 
     def _note_use(self) -> None:
-        if self._relay is not None:
-            self._relay.last_used_at = time.monotonic()
+        if self._gate is not None:
+            self._gate.note_use()
 
     def _say(self, event: str) -> None:
         self._events.append(event)

@@ -1,4 +1,4 @@
-"""The keys of clients, which may ask the controller for sandboxes, and of node agents, which report to it.
+"""The keys of clients, which may ask the service for sandboxes.
 
 A key file has mode 0600 and lines `OWNER KEY`. An owner has one key, or two while the second replaces the
 first. A changed file is read again, so a key can be changed without a restart. Keys are never in arguments,
@@ -52,7 +52,7 @@ class KeyRing:
 
     @property
     def newest(self) -> str:
-        """The key of the last line, for requests."""
+        """The key of the last line."""
         return self._keys[-1].key
 
     def owner_of(self, key: str) -> str | None:
@@ -64,6 +64,10 @@ class KeyRing:
             if hmac.compare_digest(entry.digest, digest):
                 owner = entry.owner
         return owner
+
+    def is_in(self, head: bytes) -> bool:
+        """Whether a request's head has a key somewhere: its sender is no stranger."""
+        return any(entry.key.encode() in head for entry in self._keys)
 
     def refresh(self) -> str:
         """Read the file again if it has changed. If it is invalid, keep the old keys and return the error."""
@@ -121,9 +125,9 @@ def read_keys(path: Path) -> list[Key]:
     return keys
 
 
-def require_keys_or_loopback(host: str, *, is_forced: bool) -> None:
+def require_keys_or_loopback(host: str) -> None:
     """Refuse to serve without keys on an address that other machines can reach. Raises: ConfigError."""
-    if is_forced or host == "localhost":
+    if host == "localhost":
         return
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
@@ -133,7 +137,7 @@ def require_keys_or_loopback(host: str, *, is_forced: bool) -> None:
         raise ConfigError(
             f"keys are not asked for, and {host} can be reached from other machines",
             allowed="no keys on a loopback address only",
-            next_step="leave --disable-auth out, or add --force if nobody else is on this network",
+            next_step="leave --disable-auth out, or serve on 127.0.0.1",
         )
 
 

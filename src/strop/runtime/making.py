@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from strop.errors import ConfigError, SandboxError, SandboxRefused
-from strop.runtime.contract import FailureKind, NodeOrder, Slot, StartRequest
+from strop.runtime.contract import FailureKind, Order, Slot, StartRequest
 from strop.runtime.owner_plane import OwnerPlane
 from strop.runtime.planes import DataPlane, Plane, SandboxFailed, is_agent_server
 from strop.runtime.pulling import Images
@@ -41,10 +41,10 @@ work for its engine."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MakeSettings:
-    """How a node makes sandboxes."""
+    """How a host makes sandboxes."""
 
-    backends: tuple[str, ...]
-    """The allowed backends; the first that fits an image is taken."""
+    backends: tuple[str, ...] = ()
+    """The allowed backends; the first that fits an image is taken. None: all that work there."""
     network: str = "none"
     image_dirs: tuple[str, ...] = ()
     """Real paths of the folders with the directory trees that clients may name as images."""
@@ -71,19 +71,21 @@ class Kind:
 class Maker:
     """Makes sandboxes, just as many at once as keep the processors busy."""
 
-    def __init__(self, settings: MakeSettings) -> None:
+    def __init__(self, settings: MakeSettings, backends: tuple[str, ...]) -> None:
+        """`backends` are those that work here, of the allowed ones."""
         self._settings = settings
+        self._backends = backends
         num_cpus = len(os.sched_getaffinity(0))
         self._turns = {
             name: asyncio.Semaphore((_ENGINE_STARTS if name in ENGINES else _STARTS) * num_cpus)
-            for name in settings.backends
+            for name in backends
         }
         self._spare: dict[Kind, list[LocalSandbox]] = {}
         self._filling: dict[Kind, asyncio.Task[None]] = {}
         self.num_warm = 0
         """Starts that were served by a sandbox made ahead."""
 
-    async def kind_of(self, order: NodeOrder) -> Kind:
+    async def kind_of(self, order: Order) -> Kind:
         """Return the kind of sandbox that an order needs.
 
         Raises: ConfigError if no backend here has such images; SandboxFailed for a path that is no client's
@@ -119,7 +121,7 @@ class Maker:
         )
 
     def _backends_for(self, request: StartRequest) -> tuple[str, ...]:
-        allowed = self._settings.backends
+        allowed = self._backends
         if request.image == HOST_IMAGE:
             fitting = allowed
         else:
@@ -216,8 +218,10 @@ class Made:
 class Starter:
     """Starts sandboxes on a node: fetches the image, makes the sandbox and starts its plane."""
 
-    def __init__(self, settings: MakeSettings, policy: DataPlane, images: Images) -> None:
-        self._maker = Maker(settings)
+    def __init__(
+        self, settings: MakeSettings, backends: tuple[str, ...], policy: DataPlane, images: Images
+    ) -> None:
+        self._maker = Maker(settings, backends)
         self._warm = settings.warm
         self._images = images
         self._ids: dict[str, str] = {}
@@ -225,7 +229,7 @@ class Starter:
         self._policy = policy
         self._counts: Counter[str] = Counter()
 
-    async def fetch_image(self, order: NodeOrder, say: Callable[[str], None]) -> None:
+    async def fetch_image(self, order: Order, say: Callable[[str], None]) -> None:
         """Fetch the image of an order if it is not here.
 
         Raises: SandboxFailed; ConfigError if no backend has such images; SandboxRefused as `Maker.kind_of`.
@@ -235,7 +239,7 @@ class Starter:
             policy = order.request.image_pull_policy
             self._ids[kind.image] = await self._images.fetch(kind.image, policy, say)
 
-    async def make(self, order: NodeOrder, note_use: Callable[[], None]) -> Made:
+    async def make(self, order: Order, note_use: Callable[[], None]) -> Made:
         """Make the sandbox and start its plane. Raises: SandboxFailed, StropError."""
         is_stock_client = order.request.sandbox is None
         if self._policy is DataPlane.OWN and is_stock_client and not is_agent_server(order.request):
@@ -257,7 +261,7 @@ class Starter:
         self._counts[f'node_starts_total{{backend="{kind.backend}"}}'] += 1
         return Made(sandbox=sandbox, plane=plane)
 
-    async def _serve(self, order: NodeOrder, sandbox: LocalSandbox, note_use: Callable[[], None]) -> Plane:
+    async def _serve(self, order: Order, sandbox: LocalSandbox, note_use: Callable[[], None]) -> Plane:
         policy = self._policy
         request = order.request
         if request.sandbox is not None:
@@ -277,9 +281,9 @@ class Starter:
         argv, env = list(request.command), dict[str, str]()
         if self._is_injected(order):
             argv, env = injected_argv(request, sandbox.find_mount)
-        return await ServerPlane.start(sandbox, order, argv, env)
+        return await ServerPlane.start(sandbox, order, argv, env, note_use)
 
-    def _is_injected(self, order: NodeOrder) -> bool:
+    def _is_injected(self, order: Order) -> bool:
         is_openhands = order.request.sandbox is None and is_agent_server(order.request)
         return self._policy is DataPlane.INJECT and is_openhands
 

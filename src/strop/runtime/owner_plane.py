@@ -9,28 +9,22 @@ a further HTTP connection.
 from __future__ import annotations
 
 import asyncio
+import hmac
+import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from strop.errors import CorruptRecord, SandboxError, SandboxLost, SandboxRefused, given_of
 from strop.runtime.contract import FailureKind
-from strop.runtime.http_server import (
-    Answer,
-    HttpError,
-    Request,
-    Upgrade,
-    has_key,
-    json_answer,
-    serve_connection,
-)
 from strop.runtime.planes import SandboxFailed, lost_as_failure
-from strop.runtime.ports import CHUNK_BYTES, Serve, Stream, join_streams
+from strop.runtime.ports import splice
 from strop.sandbox.frames import pack, unpack
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.wire import CONNECT_PATH, FRAMES_PATH, MAX_BODY_BYTES, PROTOCOL, SANDBOX_KEY_HEADER
@@ -41,6 +35,8 @@ _BUSY_EVERY_S = 20.0
 """How often a sandbox with running requests is noted as used."""
 _LACKS = ("mounts",)
 _COMMANDS = ("start", "run")
+_CHUNK_BYTES = 64 << 10
+_Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 _log = logging.getLogger("strop.runtime.owner_plane")
 
 
@@ -63,9 +59,10 @@ class OwnerPlane:
             _OWNER_LIMIT_S, self._end, f"its owner did not come within {_OWNER_LIMIT_S:.0f} s"
         )
 
-    async def dial(self) -> Stream | Serve:
-        """Return the function that serves the next connection here."""
-        return self._serve
+    async def connect(self) -> asyncio.Protocol:
+        """Return the protocol that serves the next connection."""
+        reader = asyncio.StreamReader(limit=_CHUNK_BYTES)
+        return asyncio.StreamReaderProtocol(reader, self._serve)
 
     async def wait_ended(self) -> SandboxFailed:
         """Return when the sandbox is lost or its owner is gone."""
@@ -95,37 +92,64 @@ class OwnerPlane:
     # Requests.
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await serve_connection(reader, writer, self._answer, admit=self._admit, max_body_bytes=0)
+        """Answer the one request of a connection, which asks for an upgrade, and serve it."""
+        import h11
 
-    def _admit(self, path: str, headers: Mapping[str, str]) -> None:
-        if path.startswith("/strop/") and not has_key(headers, SANDBOX_KEY_HEADER, self._key):
-            raise HttpError(401, "Unauthorized")
+        with suppress(ConnectionError, asyncio.CancelledError):
+            http = h11.Connection(h11.SERVER)
+            # The gate has waited for the whole head.
+            http.receive_data(await reader.read(_CHUNK_BYTES))
+            try:
+                request = http.next_event()
+                serve = await self._admit(request if isinstance(request, h11.Request) else None)
+            except (h11.RemoteProtocolError, _Refused) as error:
+                refused = error if isinstance(error, _Refused) else _Refused(400, str(error))
+                body = json.dumps({"kind": refused.kind, "detail": str(refused)}).encode()
+                headers = [("content-length", str(len(body))), ("connection", "close")]
+                answer = h11.Response(status_code=refused.status, headers=headers)
+                events = (answer, h11.Data(data=body), h11.EndOfMessage())
+                writer.write(b"".join(http.send(event) for event in events))
+                await writer.drain()
+            else:
+                upgrade = [("connection", "upgrade"), ("upgrade", PROTOCOL)]
+                writer.write(http.send(h11.InformationalResponse(status_code=101, headers=upgrade)))
+                await serve(reader, writer)
+        writer.close()
 
-    async def _answer(self, request: Request) -> Answer | Upgrade:
-        if request.method != "GET":
-            raise HttpError(405, "Method Not Allowed")
-        if request.path in ("/alive", "/health"):
-            return json_answer({"status": "ok"})
-        if request.path == FRAMES_PATH:
-            if self._owner is not None or self._gone.done():
-                raise HttpError(409, "this sandbox has an owner, and ends with it")
-            return Upgrade(protocol=PROTOCOL, serve=self._serve_owner)
-        if request.path == CONNECT_PATH:
-            return await self._connect(request)
-        raise HttpError(404, "Not Found")
+    async def _admit(self, request: Any) -> _Serve:
+        """Return what serves a request. Raises: _Refused."""
+        if request is None:
+            raise _Refused(400, "no request")
+        headers = {name.decode(): value.decode("latin-1") for name, value in request.headers}
+        target = urlsplit(request.target.decode())
+        if not hmac.compare_digest(headers.get(SANDBOX_KEY_HEADER.lower(), ""), self._key):
+            raise _Refused(401, "Unauthorized")
+        if request.method != b"GET" or target.path not in (FRAMES_PATH, CONNECT_PATH):
+            raise _Refused(404, "Not Found")
+        if headers.get("upgrade") != PROTOCOL:
+            raise _Refused(426, f"this is asked for with Upgrade: {PROTOCOL}")
+        if target.path == CONNECT_PATH:
+            return await self._connect_inside(dict(parse_qsl(target.query)))
+        if self._owner is not None or self._gone.done():
+            raise _Refused(409, "this sandbox has an owner, and ends with it")
+        return self._serve_owner
 
-    async def _connect(self, request: Request) -> Answer | Upgrade:
-        path = request.query_field("path")
+    async def _connect_inside(self, query: Mapping[str, str]) -> _Serve:
+        port = query.get("port", "")
+        address = query.get("path") or (int(port) if port.isdecimal() else -1)
         try:
-            connection = await self._sandbox.connect(path or request.number("port", -1))
+            connection = await self._sandbox.connect(address)
         except SandboxError as error:
-            return json_answer({"kind": error.kind, "detail": given_of(error)}, 409)
-        connection.setblocking(False)
-        inner = await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
-        return Upgrade(
-            protocol=PROTOCOL,
-            serve=lambda reader, writer: join_streams((reader, writer), inner, self._note_use),
-        )
+            raise _Refused(409, given_of(error), kind=error.kind) from error
+
+        async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await writer.drain()
+            outer = await splice(self._note_use, connection)
+            writer.transport.set_protocol(outer)
+            outer.connection_made(writer.transport)
+            await outer.ended.wait()
+
+        return serve
 
     # Frames.
 
@@ -136,7 +160,7 @@ class OwnerPlane:
         noting = asyncio.create_task(self._note_while_busy())
         buffer = bytearray()
         try:
-            while data := await reader.read(CHUNK_BYTES):
+            while data := await reader.read(_CHUNK_BYTES):
                 self._note_use()
                 buffer += data
                 for header, body in unpack(buffer, max_body_bytes=MAX_BODY_BYTES):
@@ -213,6 +237,15 @@ class OwnerPlane:
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
         if self._owner is not None and not self._owner.is_closing():
             self._owner.write(pack(header, body))
+
+
+class _Refused(Exception):
+    """A request that is refused with a status."""
+
+    def __init__(self, status: int, detail: str, *, kind: str = "") -> None:
+        super().__init__(detail)
+        self.status = status
+        self.kind = kind
 
 
 def _is_text(value: Any) -> bool:

@@ -1,20 +1,20 @@
 """Data planes: a sandbox's address is served by a server inside it, or by strop's own workspace outside it.
 
-A node chooses for each sandbox by its policy:
+A host chooses for each sandbox by its policy:
 
-* `image`: the client's command is started in the sandbox, and bytes are relayed to the port that it names;
+* `image`: the client's command is started in the sandbox, and bytes are passed on to the port that it names;
 * `inject`: the same with a real agent server that the image lacks, mounted read-only;
-* `own`: nothing is started; the node agent serves the workspace routes itself;
+* `own`: nothing is started; the host serves the workspace routes itself;
 * `auto`: `image` where the command's program is in the image, else `own`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from enum import StrEnum
 from typing import Protocol
 
 from strop.runtime.contract import FailureKind, StartRequest
-from strop.runtime.ports import Serve, Stream
 
 _AGENT_WORDS = ("openhands-agent-server", "openhands.agent_server", "agent-server")
 
@@ -51,18 +51,6 @@ class SandboxFailed(Exception):
 class Plane(Protocol):
     """Serves the address of one sandbox."""
 
-    async def dial(self) -> Stream | Serve:
-        """Return the stream or the function that serves the next connection. Raises: OSError if none can."""
-        ...
-
-    async def wait_ended(self) -> SandboxFailed:
-        """Return the reason once the sandbox or its server has ended."""
-        ...
-
-    def log_tail(self) -> str:
-        """Return the last lines of the server inside."""
-        ...
-
     @property
     def num_commands(self) -> int:
         """Commands so far; 0 if a server inside starts them."""
@@ -71,6 +59,18 @@ class Plane(Protocol):
     @property
     def first_command_at(self) -> float | None:
         """Unix time of the first command."""
+        ...
+
+    async def connect(self) -> asyncio.Protocol:
+        """Return the protocol that serves the next connection. Raises: OSError if none can."""
+        ...
+
+    async def wait_ended(self) -> SandboxFailed:
+        """Return the reason once the sandbox or its server has ended."""
+        ...
+
+    def log_tail(self) -> str:
+        """Return the last lines of the server inside."""
         ...
 
     async def close(self, why: str) -> None:

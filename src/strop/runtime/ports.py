@@ -1,11 +1,11 @@
-"""A sandbox's address: a port that is held for the sandbox's whole life, and relayed to its current place.
+"""A sandbox's address: a port that is held for the sandbox's whole life.
 
-The port is listened on, on one interface, before any client learns of it. The bytes of each connection are
-relayed to the stream that `dial` returns then. While `dial` fails, the answer is 503: the sandbox waits, is
-paused, or is gone.
+The port is listened on, on one interface, before any client learns of it. Once a connection has sent the head
+of its first request, it is handed to the protocol that `connect` returns then. While `connect` fails, the
+answer is 503: the sandbox waits, is paused, or is gone.
 
-A connection whose first head lacks the sandbox's key is a stranger's. Strangers take no place of those who
-have it: beyond a number of them the oldest of the peer with the most is cut off.
+A connection whose first head lacks the key is a stranger's. Strangers take no place of those who have it:
+beyond a number of them the oldest of the peer with the most is cut off.
 """
 
 from __future__ import annotations
@@ -15,103 +15,80 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
-from typing import SupportsIndex
+from collections.abc import Awaitable, Callable
+from typing import cast
 
 from strop.errors import CheckRefused
 
-CHUNK_BYTES = 64 << 10
-"""Buffer for each direction of a connection; when it is full, the writer waits."""
-_HEAD_LIMIT_S = 10.0
+HEAD_LIMIT_S = 10.0
 """From the start of a connection to the end of its first request's head."""
+MAX_STRANGERS = 256
+MAX_CONNECTIONS = 256
+_CHUNK_BYTES = 64 << 10
+"""Buffer for each direction of a connection; when it is full, the writer waits."""
 _MAX_HEAD_BYTES = 64 << 10
-_MAX_STRANGERS = 256
-_DIAL_LIMIT_S = 10.0
+_CONNECT_LIMIT_S = 10.0
 _REFUSE_LIMIT_S = 5.0
-_BACKLOG = 256
+_BACKLOG = 2048
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Serves one connection to its end, in this process."""
-Dial = Callable[[], Awaitable[Stream | Serve]]
-"""Connects to the sandbox's current place, or returns a function that serves the connection here.
-
-Raises: OSError, whose text is answered with 503.
-"""
+Connect = Callable[[], Awaitable[asyncio.Protocol]]
+"""Returns the protocol that takes a connection over. Raises: OSError, whose text is answered with 503."""
 
 
-class _Input(asyncio.StreamReader):
-    """The bytes of a connection, with the head of its first request."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=CHUNK_BYTES)
-        self.head = b""
-        self.has_head = asyncio.Event()
-
-    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
-        """Take bytes."""
-        if not self.has_head.is_set():
-            self.head += bytes(data)
-            if b"\r\n\r\n" in self.head or len(self.head) > _MAX_HEAD_BYTES:
-                self.has_head.set()
-        super().feed_data(data)
-
-    def feed_eof(self) -> None:
-        """Take the end of the stream."""
-        self.has_head.set()
-        super().feed_eof()
-
-
-class PortRelay:
+class Gate:
     """One held port. Made by `listen`, released by `close`."""
 
-    def __init__(self, listener: socket.socket, dial: Dial, *, key: str, max_connections: int) -> None:
-        self._listener = listener
-        self._key = key.encode()
-        self._dial = dial
-        self._max_connections = max_connections
-        self._open: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: dict[asyncio.Task[None], str] = {}
-        """Peers of connections that have not shown the key, the oldest first."""
-        self._server: asyncio.Server | None = None
+    def __init__(
+        self, listener: socket.socket, connect: Connect, *, is_known: Callable[[bytes], bool]
+    ) -> None:
+        self.connect = connect
+        """May be replaced; the next connection uses it."""
+        self.is_known = is_known
+        """Whether the head of a request has the key."""
+        self.max_connections = MAX_CONNECTIONS
         self.last_used_at = time.monotonic()
-        """When bytes last came from a client, by the monotonic clock."""
+        """When a client last used it, by the monotonic clock."""
         self.host, self.port = listener.getsockname()[:2]
+        self._listener = listener
+        self._server: asyncio.Server | None = None
+        self._strangers: dict[asyncio.Transport, str] = {}
+        """Their peers; the oldest first."""
+        self._known: set[asyncio.Transport] = set()
 
     @classmethod
-    async def listen(
-        cls, dial: Dial, *, key: str = "", host: str = "127.0.0.1", port: int = 0, max_connections: int = 256
-    ) -> PortRelay:
+    async def listen(cls, connect: Connect, *, key: str = "", host: str = "127.0.0.1", port: int = 0) -> Gate:
         """Hold a port on one address of this machine; 0 lets the system pick a free one.
 
         `key`: that of the sandbox; empty: every caller is served.
 
         Raises: CheckRefused if the port is taken or the address is not this machine's.
         """
-        listener = hold_listener(host, port, backlog=_BACKLOG)
-        relay = cls(listener, dial, key=key, max_connections=max_connections)
+        listener = hold_listener(host, port)
+        gate = cls(listener, connect, is_known=lambda head: key.encode() in head)
         try:
-            relay._server = await asyncio.get_running_loop().create_server(
-                lambda: asyncio.StreamReaderProtocol(_Input(), relay._serve), sock=listener, backlog=_BACKLOG
+            gate._server = await asyncio.get_running_loop().create_server(
+                lambda: _Door(gate), sock=listener, backlog=_BACKLOG
             )
         except (asyncio.CancelledError, OSError):
             # If it is cancelled after asyncio began to listen, there is no server to close.
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
             raise
-        return relay
+        return gate
 
     @property
     def url(self) -> str:
         """`http://host:port`, without a path."""
         return f"http://{self.host}:{self.port}"
 
+    def note_use(self) -> None:
+        """Note that a client uses it."""
+        self.last_used_at = time.monotonic()
+
     def disconnect(self) -> None:
-        """End all connections and keep the port; new ones go where `dial` says."""
-        for writer in self._open:
-            writer.transport.abort()
+        """End all connections and keep the port."""
+        for transport in (*self._known, *self._strangers):
+            transport.abort()
 
     async def close(self) -> None:
         """Release the port and end all connections. May be called twice."""
@@ -119,106 +96,172 @@ class PortRelay:
             self._server.close()
         self._listener.close()
         self.disconnect()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         # Transports close their sockets in the next turn of the event loop.
         await asyncio.sleep(0)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        self._open.add(writer)
-        self._strangers[task] = str((writer.get_extra_info("peername") or [""])[0])
-        if len(self._strangers) > _MAX_STRANGERS:
-            self._cut_off_stranger()
-        try:
-            assert isinstance(reader, _Input)
-            async with asyncio.timeout(_HEAD_LIMIT_S):
-                await reader.has_head.wait()
-            if self._key in reader.head:
-                self._strangers.pop(task, None)
-            await self._relay(reader, writer)
-        except OSError:
-            # One side went away; the other sees the end of its connection.
-            pass
-        except asyncio.CancelledError:
-            # asyncio would log it.
-            pass
-        finally:
-            writer.close()
-            self._open.discard(writer)
-            self._tasks.discard(task)
-            self._strangers.pop(task, None)
+    def add_stranger(self, transport: asyncio.Transport) -> None:
+        """Count a new connection, and cut one off if there are too many."""
+        peer = str((transport.get_extra_info("peername") or [""])[0])
+        self._strangers = {one: its for one, its in self._strangers.items() if not one.is_closing()}
+        self._strangers[transport] = peer
+        if len(self._strangers) > MAX_STRANGERS:
+            (most, _), *_ = Counter(self._strangers.values()).most_common(1)
+            oldest = next(one for one, its_peer in self._strangers.items() if its_peer == most)
+            del self._strangers[oldest]
+            oldest.abort()
 
-    def _cut_off_stranger(self) -> None:
-        (peer, _), *_ = Counter(self._strangers.values()).most_common(1)
-        oldest = next(task for task, its_peer in self._strangers.items() if its_peer == peer)
-        del self._strangers[oldest]
-        oldest.cancel()
+    async def enter(self, transport: asyncio.Transport, head: bytes) -> asyncio.Protocol:
+        """Return the protocol for a connection. Raises: OSError."""
+        if self.is_known(head) and self._strangers.pop(transport, None) is not None:
+            self._known = {one for one in self._known if not one.is_closing()} | {transport}
+            if len(self._known) > self.max_connections:
+                raise ConnectionError(f"more than {self.max_connections} connections at once")
+        async with asyncio.timeout(_CONNECT_LIMIT_S):
+            return await self.connect()
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) - len(self._strangers) > self._max_connections:
-            await _refuse(reader, writer, f"more than {self._max_connections} connections at once")
+
+class _Door(asyncio.Protocol):
+    """A connection until it is handed over: reads the first head."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._head = b""
+        self._entering: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take a connection, for a time."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._gate.add_stranger(self._transport)
+        self._limit = asyncio.get_running_loop().call_later(HEAD_LIMIT_S, self._transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; at the end of the head, hand the connection over."""
+        if self._entering is not None:
+            # It was refused; the rest of its request is dropped.
             return
+        self._head += data
+        if b"\r\n\r\n" in self._head or len(self._head) > _MAX_HEAD_BYTES:
+            self._enter()
+
+    def eof_received(self) -> bool:
+        """Hand over what has come, which may be no HTTP."""
+        if self._entering is not None or not self._head:
+            return False
+        self._enter()
+        return True
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """Stop waiting."""
+        self._limit.cancel()
+        if self._entering is not None:
+            self._entering.cancel()
+
+    def _enter(self) -> None:
+        self._limit.cancel()
+        self._transport.pause_reading()
+        self._entering = asyncio.get_running_loop().create_task(self._hand_over())
+
+    async def _hand_over(self) -> None:
         try:
-            async with asyncio.timeout(_DIAL_LIMIT_S):
-                target = await self._dial()
+            protocol = await self._gate.enter(self._transport, self._head)
         except OSError as error:
-            await _refuse(reader, writer, str(error) or type(error).__name__)
+            self._refuse(str(error) or type(error).__name__)
             return
-        if callable(target):
-            await target(reader, writer)
+        if self._transport.is_closing():
             return
-        inner_writer = target[1]
-        self._open.add(inner_writer)
-        try:
-            await join_streams((reader, writer), target, self._note_use)
-        finally:
-            self._open.discard(inner_writer)
+        self._gate.note_use()
+        self._transport.set_write_buffer_limits(high=_CHUNK_BYTES)
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        self._transport.resume_reading()
+        protocol.data_received(self._head)
 
-    def _note_use(self) -> None:
-        self.last_used_at = time.monotonic()
-
-
-async def join_streams(outer: Stream, inner: Stream, note_use: Callable[[], None]) -> None:
-    """Relay bytes in both directions until both have ended; bytes from outside call `note_use`.
-
-    If one side fails, the other is cut off. Closes the inner stream.
-    """
-    try:
-        # If one direction fails, the group cancels the other.
-        async with asyncio.TaskGroup() as both:
-            both.create_task(_pump(outer[0], inner[1], note_use))
-            both.create_task(_pump(inner[0], outer[1]))
-    except* OSError:
-        outer[1].transport.abort()
-    finally:
-        inner[1].close()
+    def _refuse(self, why: str) -> None:
+        """Answer with 503, and read on for a while: a close over unread bytes would lose the answer."""
+        body = json.dumps({"detail": why}).encode()
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+        )
+        self._transport.write(head.encode() + body)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._transport.resume_reading()
+        self._limit = asyncio.get_running_loop().call_later(_REFUSE_LIMIT_S, self._transport.abort)
 
 
-async def _pump(
-    source: asyncio.StreamReader, target: asyncio.StreamWriter, note_use: Callable[[], None] = lambda: None
-) -> None:
-    """Relay bytes until the source ends, then end the target's stream too."""
-    target.transport.set_write_buffer_limits(high=CHUNK_BYTES)
-    while data := await source.read(CHUNK_BYTES):
-        note_use()
-        target.write(data)
-        await target.drain()
-    if target.can_write_eof():
-        target.write_eof()
+class Splice(asyncio.Protocol):
+    """One side of two connections whose bytes are passed on to each other; made by `splice`."""
+
+    def __init__(self, note_use: Callable[[], None] = lambda: None) -> None:
+        self._note_use = note_use
+        self.transport: asyncio.Transport | None = None
+        self.other: Splice
+        self.ended = asyncio.Event()
+        """Set once its connection is lost."""
+        self._has_ended = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take this side; once both are there, read."""
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=_CHUNK_BYTES)
+        if self.other.transport is None:
+            self.transport.pause_reading()
+        elif not self.other.transport.is_reading():
+            self.other.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """Pass bytes on."""
+        self._note_use()
+        if self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        """Let the other side's sender wait."""
+        if self.other.transport is not None and not self.other.transport.is_closing():
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Let the other side's sender go on."""
+        if self.other.transport is not None and not self.other.transport.is_closing():
+            self.other.transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        """Pass the end on; the other direction stays open."""
+        self._has_ended = True
+        other = self.other.transport
+        if self.other._has_ended:
+            for transport in (self.transport, other):
+                if transport is not None:
+                    transport.close()
+        elif other is not None and other.can_write_eof():
+            other.write_eof()
+        return True
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """Cut the other side off, unless both had ended."""
+        self.ended.set()
+        if self.other.transport is not None and not self.other.transport.is_closing():
+            self.other.transport.abort()
 
 
-def hold_listener(host: str, port: int, *, backlog: int) -> socket.socket:
+async def splice(note_use: Callable[[], None], connection: socket.socket) -> Splice:
+    """Return a protocol whose bytes are passed to and from a connected socket; its bytes call `note_use`."""
+    connection.setblocking(False)
+    outer, inner = Splice(note_use), Splice()
+    outer.other, inner.other = inner, outer
+    await asyncio.get_running_loop().create_connection(lambda: inner, sock=connection)
+    return outer
+
+
+def hold_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket. Its port can be reused at once after its holder has died.
 
     Raises: CheckRefused if the port is taken or the address is not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=backlog)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise CheckRefused(
             f"{host}:{port} cannot be listened on ({error.strerror or error})",
@@ -230,22 +273,3 @@ def hold_listener(host: str, port: int, *, backlog: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener
-
-
-async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, why: str) -> None:
-    """Answer a request with 503. Its head is read first, so that the client's sending does not fail."""
-    with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
-        async with asyncio.timeout(_REFUSE_LIMIT_S):
-            await reader.readuntil(b"\r\n\r\n")
-    body = json.dumps({"detail": why}).encode()
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
-    )
-    writer.write(head.encode() + body)
-    writer.write_eof()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_REFUSE_LIMIT_S):
-            # A close over unread bytes would reset the connection, and the answer would be lost.
-            while await reader.read(CHUNK_BYTES):
-                pass

@@ -1,38 +1,34 @@
-"""The controller's routes. Each reads a request, asks `Sessions`, and answers with records.
+"""The service's routes, those of OpenHands' client and a few of strop's own.
 
-Metrics are in Prometheus' text format 0.0.4.
+Each reads a request, asks `Service`, and answers with records. Metrics are in Prometheus' text format 0.0.4.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from pydantic import BaseModel, Field
 
-from strop.runtime.contract import FailureKind, NodeReport, State
-from strop.runtime.http_server import HttpError
+from strop.runtime.contract import FailureKind, StartRequest, State
+from strop.runtime.keys import ANYONE, KeyRing
 from strop.runtime.queue import RESOURCES
-from strop.runtime.session import Session
-from strop.runtime.sessions import Sessions
-from strop.runtime.web import read_body
-from strop.runtime.wire import make_record, read_runtime_id, read_start
+from strop.runtime.service import Service
+from strop.runtime.web import Guard, Scope, header_of, make_app
+from strop.sandbox.wire import SERVICE_KEY_HEADER
 
-MAX_REPORT_BYTES = 64 << 20
-"""For a node with thousands of sandboxes, and the last lines of each."""
 MAX_LEASE_S = 7 * 24 * 3600.0
+MAX_BODY_BYTES = 256 << 10
+BODY_LIMIT_S = 20.0
+_OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness"})
 _PREFIX = "strop_runtime"
 _METRICS = {
     "sandboxes": ("gauge", "Live sandboxes, by state and node."),
     "queue_length": ("gauge", "Sandboxes that wait for a slot."),
     "queue_age_seconds": ("gauge", "Age of the oldest waiting sandbox."),
-    "nodes": ("gauge", "Reporting nodes, by whether they take new sandboxes."),
+    "nodes": ("gauge", "Nodes, by whether they take new sandboxes."),
     "node_capacity": ("gauge", "Resources of a node; processors times the promised factor."),
     "node_used": ("gauge", "Resources that its sandboxes take."),
     "starts_total": ("counter", "Sandboxes that clients requested."),
@@ -44,10 +40,7 @@ _METRICS = {
     "pauses_total": ("counter", "Sandboxes that were paused."),
     "resumes_total": ("counter", "Sandboxes that were resumed."),
     "orders_failed_total": ("counter", "Orders that a node did not take."),
-    "nodes_lost_total": ("counter", "Nodes that fell silent."),
-    "journal_syncs_total": ("counter", "Times that the journal was synced to its disk."),
-    "journal_lines_total": ("counter", "Lines written to the journal."),
-    "journal_errors_total": ("counter", "Lines of the journal that could not be written."),
+    "nodes_lost_total": ("counter", "Nodes that were lost."),
     "bugs_total": ("counter", "Unexpected exceptions; the log has them."),
 }
 _COUNTS = {
@@ -60,11 +53,8 @@ _COUNTS = {
     "resumes_total": "resumes",
     "orders_failed_total": "orders_failed",
     "nodes_lost_total": "nodes_lost",
-    "journal_errors_total": "journal_errors",
     "bugs_total": "bugs",
 }
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class LeaseCall(BaseModel):
@@ -75,139 +65,110 @@ class LeaseCall(BaseModel):
     """None: all sandboxes of the owner."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Routes:
-    """All routes of one controller."""
+class RuntimeCall(BaseModel):
+    """`POST /stop`, `/pause` and `/resume`."""
 
-    sessions: Sessions
-
-    async def health(self, _request: Request) -> Response:
-        """Report that this process answers."""
-        return JSONResponse({"status": "ok"})
-
-    async def start(self, request: Request) -> Response:
-        """Start a sandbox."""
-        start = read_start(await read_body(request))
-        return self._answer(await self.sessions.start(_owner(request), start))
-
-    async def stop(self, request: Request) -> Response:
-        """Stop a sandbox."""
-        return self._answer(await self.sessions.stop(_owner(request), await _runtime_id(request)))
-
-    async def pause(self, request: Request) -> Response:
-        """Pause a sandbox."""
-        return self._answer(await self.sessions.pause(_owner(request), await _runtime_id(request)))
-
-    async def resume(self, request: Request) -> Response:
-        """Resume a sandbox."""
-        return self._answer(await self.sessions.resume(_owner(request), await _runtime_id(request)))
-
-    async def session(self, request: Request) -> Response:
-        """Return the newest sandbox of a session id, once it is ready or the poll is over."""
-        session = self.sessions.find(_owner(request), request.path_params["session_id"])
-        await self.sessions.wait(session)
-        return self._answer(session)
-
-    async def list_all(self, request: Request) -> Response:
-        """Return all sandboxes that were not stopped."""
-        sessions = self.sessions.list_all(_owner(request))
-        return JSONResponse({"runtimes": [self._record(session) for session in sessions]})
-
-    async def lease(self, request: Request) -> Response:
-        """Renew leases, many at once."""
-        try:
-            call = LeaseCall.model_validate_json(await read_body(request))
-        except ValidationError as error:
-            raise HttpError(422, str(error)) from error
-        leased = self.sessions.renew(_owner(request), call.runtime_ids, call.lease_s)
-        renewed = [session.runtime_id for session in leased]
-        unknown = sorted(set(call.runtime_ids or ()) - set(renewed))
-        return JSONResponse({"renewed": renewed, "unknown": unknown})
-
-    async def metrics(self, _request: Request) -> Response:
-        """Return the metrics."""
-        return Response(render_metrics(self.sessions), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def list_nodes(self, _request: Request) -> Response:
-        """Return the nodes, with their free and used resources."""
-        placement = self.sessions.placement
-        return JSONResponse(
-            {
-                "nodes": [
-                    {
-                        **node.report.model_dump(mode="json", exclude={"sandboxes", "metrics"}),
-                        "is_open": node.is_open,
-                        "num_sandboxes": len(placement.admission.rooms[node_id].taken),
-                        "used": placement.admission.rooms[node_id].used,
-                    }
-                    for node_id, node in placement.nodes.items()
-                ],
-            }
-        )
-
-    async def report(self, request: Request) -> Response:
-        """Take a node's report."""
-        body = await read_body(request, max_bytes=MAX_REPORT_BYTES)
-        try:
-            report = NodeReport.model_validate_json(body)
-        except ValidationError as error:
-            raise HttpError(422, str(error)) from error
-        if report.node_id != request.path_params["node_id"]:
-            raise HttpError(422, f"the report is of node {report.node_id}")
-        return JSONResponse(self.sessions.placement.report(report).model_dump(mode="json"))
-
-    def _answer(self, session: Session) -> Response:
-        return JSONResponse(self._record(session))
-
-    def _record(self, session: Session) -> dict[str, Any]:
-        place = self.sessions.placement.admission.place_of(session)
-        return make_record(session, place=place, expires_in_s=self.sessions.expires_in_s(session))
+    runtime_id: str = Field(min_length=1)
 
 
-def build_routes(routes: Routes) -> list[Route]:
-    """Return the table of routes."""
-    gets: dict[str, Endpoint] = {
-        "/health": routes.health,
-        "/liveness": routes.health,
-        "/readiness": routes.health,
-        "/sessions/{session_id}": routes.session,
-        "/list": routes.list_all,
-        "/metrics": routes.metrics,
-        "/nodes": routes.list_nodes,
-    }
-    posts: dict[str, Endpoint] = {
-        "/start": routes.start,
-        "/stop": routes.stop,
-        "/pause": routes.pause,
-        "/resume": routes.resume,
-        "/leases": routes.lease,
-        "/nodes/{node_id}": routes.report,
-    }
-    return [
-        *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-    ]
-
-
-def _owner(request: Request) -> str:
+def _owner_of(request: Request) -> str:
     return str(request.scope["owner"])
 
 
-async def _runtime_id(request: Request) -> str:
-    return read_runtime_id(await read_body(request))
+Owner = Annotated[str, Depends(_owner_of)]
+Record = dict[str, Any]
 
 
-def render_metrics(sessions: Sessions) -> str:
-    """Return all metrics: the controller's, then those that nodes reported."""
-    registry, placement = sessions.registry, sessions.placement
-    by_state = Counter((session.state.value, session.node_id) for session in registry.alive.values())
-    waiting_since = [session.begun_at for session in placement.admission]
+def guard(app: FastAPI, keys: KeyRing | None) -> Guard:
+    """Return an application that asks for a key; None: for none."""
+
+    def admit(scope: Scope) -> None:
+        if scope["path"] in _OPEN_PATHS:
+            return
+        # Prometheus sends a key from a file as a bearer token.
+        bearer = header_of(scope, "authorization").partition("Bearer ")[2]
+        key = header_of(scope, SERVICE_KEY_HEADER) or bearer
+        scope["owner"] = ANYONE if keys is None else keys.owner_of(key)
+        if scope["owner"] is None:
+            raise HTTPException(401, "Unauthorized")
+
+    return Guard(app, admit=admit, max_body_bytes=MAX_BODY_BYTES, body_limit_s=BODY_LIMIT_S)
+
+
+def build_app(service: Service) -> FastAPI:
+    """Return the application with all routes."""
+    app = make_app()
+
+    @app.get("/health")
+    @app.get("/liveness")
+    @app.get("/readiness")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/start")
+    async def start(request: StartRequest, owner: Owner) -> Record:
+        return service.record(await service.start(owner, request))
+
+    @app.get("/sessions/{session_id}")
+    async def session(session_id: str, owner: Owner) -> Record:
+        found = service.find(owner, session_id)
+        await service.wait(found)
+        return service.record(found)
+
+    @app.post("/stop")
+    async def stop(call: RuntimeCall, owner: Owner) -> Record:
+        return service.record(await service.stop(owner, call.runtime_id))
+
+    @app.post("/pause")
+    async def pause(call: RuntimeCall, owner: Owner) -> Record:
+        return service.record(await service.pause(owner, call.runtime_id))
+
+    @app.post("/resume")
+    async def resume(call: RuntimeCall, owner: Owner) -> Record:
+        return service.record(await service.resume(owner, call.runtime_id))
+
+    @app.get("/list")
+    async def list_all(owner: Owner) -> Record:
+        return {"runtimes": [service.record(one) for one in service.list_all(owner)]}
+
+    @app.post("/leases")
+    async def lease(call: LeaseCall, owner: Owner) -> Record:
+        renewed = [one.runtime_id for one in service.renew(owner, call.runtime_ids, call.lease_s)]
+        return {"renewed": renewed, "unknown": sorted(set(call.runtime_ids or ()) - set(renewed))}
+
+    @app.get("/nodes")
+    async def list_nodes() -> Record:
+        rooms = service.admission.rooms
+        return {
+            "nodes": [
+                {
+                    **node.facts.model_dump(mode="json", exclude={"last_used_s", "metrics"}),
+                    "node_id": node_id,
+                    "is_open": node.is_open,
+                    "num_sandboxes": len(rooms[node_id].taken),
+                    "used": rooms[node_id].used,
+                }
+                for node_id, node in service.nodes.items()
+            ],
+        }
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(render_metrics(service), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def render_metrics(service: Service) -> str:
+    """Return all metrics: the service's, then those of its hosts."""
+    by_state = Counter((session.state.value, session.node_id) for session in service.alive.values())
+    waiting_since = [session.begun_at for session in service.admission]
     age = time.monotonic() - min(waiting_since) if waiting_since else 0.0
-    is_open = Counter(str(node.is_open).lower() for node in placement.nodes.values())
-    rooms = placement.admission.rooms.values()
+    is_open = Counter(str(node.is_open).lower() for node in service.nodes.values())
+    rooms = service.admission.rooms.values()
     samples: dict[str, list[tuple[str, float]]] = {
         "sandboxes": [(_labels(state=state, node=node), n) for (state, node), n in sorted(by_state.items())],
-        "queue_length": [("", len(placement.admission))],
+        "queue_length": [("", len(service.admission))],
         "queue_age_seconds": [("", age)],
         "nodes": [(_labels(open=word), is_open[word]) for word in ("true", "false")],
         "node_capacity": [
@@ -221,20 +182,18 @@ def render_metrics(sessions: Sessions) -> str:
             for name in RESOURCES
         ],
         "failures_total": [
-            (_labels(kind=kind.value), registry.counts[f"failed_{kind.value}"]) for kind in FailureKind
+            (_labels(kind=kind.value), service.counts[f"failed_{kind.value}"]) for kind in FailureKind
         ],
-        "journal_syncs_total": [("", registry.journal.num_syncs)],
-        "journal_lines_total": [("", registry.journal.num_written)],
-        **{name: [("", registry.counts[key])] for name, key in _COUNTS.items()},
+        **{name: [("", service.counts[key])] for name, key in _COUNTS.items()},
     }
     lines = []
     for name, (kind, text) in _METRICS.items():
         lines += [f"# HELP {_PREFIX}_{name} {text}", f"# TYPE {_PREFIX}_{name} {kind}"]
         lines += [f"{_PREFIX}_{name}{labels} {value:.10g}" for labels, value in samples[name]]
-    reported: dict[str, float] = {}
-    for node in placement.nodes.values():
-        reported.update(node.report.metrics)
-    lines += [f"{name} {value:.10g}" for name, value in sorted(reported.items())]
+    of_hosts = Counter[str]()
+    for node in service.nodes.values():
+        of_hosts.update(node.facts.metrics)
+    lines += [f"{name} {value:.10g}" for name, value in sorted(of_hosts.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -1,133 +1,244 @@
-"""Runs a service: a controller with a node agent, or a node agent alone, each restarted when it dies.
+"""Runs a service: one process that answers clients and, on one machine, holds the host of the sandboxes.
 
-They are separate processes, so that either can be killed without the other. A restarted controller has its
-port, its journal and its sandboxes again; a restarted node agent has no sandboxes. Both end with SIGTERM or
-SIGINT, or with this process.
+With several nodes it asks Ray for a host on each (`cluster`). It ends with SIGTERM or SIGINT, and all
+sandboxes with it, however it ends. Started again with the same folder, it has its keys, and no sandboxes.
+
+Not covered: encryption. Bind it to a network that only its users share.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import gc
+import json
+import logging
+import platform
+import resource
 import signal
-import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
 
-from strop.errors import CheckRefused
-from strop.hardware.process import ChildProcess, spawn, terminate
+from pydantic import TypeAdapter, ValidationError
+
+from strop.errors import CheckRefused, ConfigError
+from strop.hardware.ports import LOOPBACK
 from strop.io.endpoints import Endpoint
-from strop.runtime.service_dir import START_LIMIT_S, ServiceDir
+from strop.io.lock import FileLock
+from strop.runtime.host import HostSettings, SandboxHost
+from strop.runtime.keys import KeyRing, open_keys, require_keys_or_loopback
+from strop.runtime.making import MakeSettings
+from strop.runtime.planes import DataPlane
+from strop.runtime.ports import Gate
+from strop.runtime.routes import build_app, guard
+from strop.runtime.service import Policy, Service
+from strop.runtime.service_dir import ServiceDir
+from strop.runtime.web import HttpFace
+from strop.sandbox.allowlist import ALLOWED, parse_network
+from strop.sandbox.local import shown_folders
 
-_POLL_S = 0.2
-_MIN_RUN_S = 10.0
-_MAX_SHORT_RUNS = 3
-"""Successive runs below `_MIN_RUN_S`, after which the service gives up."""
-_STOP_GRACE_S = 30.0
+_TICK_S = 1.0
+_EVENT_LOG_BYTES = 64 << 20
+_EVENT_DELAY_S = 0.1
+_MAX_CLIENTS = 10_000
+_log = logging.getLogger("strop.runtime.serve")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """The processes to run, and their options."""
+    """Options of a service."""
 
     folder: ServiceDir
-    has_controller: bool = True
-    controller_words: tuple[str, ...] = ()
-    """Further arguments of `python -m strop.runtime.controller`."""
-    node_words: tuple[str, ...] = ()
-    """Further arguments of `strop runtime node`."""
+    """Holds the event log, the keys and the address of this service alone."""
+    host: HostSettings
+    address: str = LOOPBACK
+    port: int = 0
+    """0: a free one."""
+    disable_auth: bool = False
+    policy: Policy = field(default_factory=Policy)
+    num_nodes: int = 1
+    """With more, hosts are actors of Ray on that many nodes, and on each that joins later."""
 
 
-class _Restarted:
-    """A process that is restarted when it ends."""
+async def serve(options: ServeOptions, on_ready: Callable[[Endpoint, Service], None]) -> None:
+    """Serve until this is cancelled; call `on_ready` once clients may connect.
 
-    def __init__(
-        self, name: str, words: Sequence[str], folder: ServiceDir, say: Callable[[str], None]
-    ) -> None:
-        self.name = name
-        self._argv = (sys.executable, "-m", *words)
-        # Several jobs of one service may share a node.
-        job = "-".join(filter(None, (os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID"))))
-        self._log_path = folder.path / f"{name}-{job or 'here'}.log"
-        self._say = say
-        self._num_short = 0
-        self._start()
-
-    def _start(self) -> None:
-        self._began_at = time.monotonic()
-        self.child: ChildProcess = spawn(self._argv, self._log_path)
-
-    def check(self) -> bool:
-        """Restart the process if it failed; return whether it ended with success.
-
-        Raises: CheckRefused with its last lines if it keeps failing.
-        """
-        code = self.child.poll()
-        if code is None:
-            return False
-        if code == 0:
-            return True
-        is_short = time.monotonic() - self._began_at < _MIN_RUN_S
-        self._num_short = self._num_short + 1 if is_short else 1
-        if self._num_short >= _MAX_SHORT_RUNS or code in (2, 76):
-            raise CheckRefused(
-                f"runtime {self.name} ended with {code}; its last lines:\n{self.child.tail()}",
-                allowed="a process that stays",
-                next_step=f"mend the cause; its log is {self._log_path}",
-            )
-        self._say(f"runtime {self.name} ended with {code} and is started again")
-        self._start()
-        return False
-
-
-async def serve(
-    options: ServeOptions, *, on_ready: Callable[[Endpoint], None], say: Callable[[str], None]
-) -> None:
-    """Run the service until a signal; call `on_ready` with its address once clients can reach it.
-
-    Raises: CheckRefused if one of its processes keeps failing, or no controller is found.
+    Raises: ConfigError for invalid keys or options; SandboxRefused if no backend works here; CheckRefused if
+        the port is taken or another service has the folder; EngineError if Ray does not start.
     """
     folder = options.folder
+    if options.disable_auth:
+        require_keys_or_loopback(options.address)
     folder.path.mkdir(parents=True, exist_ok=True)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        lock = FileLock(folder.path / "service.lock")
+        if not lock.try_acquire():
+            raise CheckRefused(
+                f"{folder.path} is held by {lock.holder() or 'another process'}",
+                allowed="one service for each folder",
+                next_step="stop it, or name another folder",
+            )
+        stack.callback(lock.release)
+        folder.retire()
+        keys = None if options.disable_auth else open_keys(folder.keys_path, "default")
+        _raise_descriptor_limit()
+        log = EventLog(folder.path / "events.jsonl")
+        stack.callback(log.close)
+        service = Service(policy=options.policy, address=options.address, write_event=log.write)
+        await _open_hosts(options, service, stack)
+        face = HttpFace(guard(build_app(service), keys))
+        stack.push_async_callback(face.close)
+
+        async def connect() -> asyncio.Protocol:
+            return face.protocol()
+
+        gate = await Gate.listen(connect, host=options.address, port=options.port)
+        stack.push_async_callback(gate.close)
+        gate.max_connections = _MAX_CLIENTS
+        if keys is not None:
+            gate.is_known = keys.is_in
+        ticking = asyncio.create_task(_tick(service, keys))
+        stack.callback(ticking.cancel)
+        endpoint = Endpoint(url=gate.url, key="" if keys is None else keys.newest)
+        folder.announce(endpoint)
+        # First of all, so that nobody finds a service that ends.
+        stack.callback(folder.retire)
+        _log.info("listening on %s", gate.url)
+        on_ready(endpoint, service)
+        await asyncio.Event().wait()
+
+
+async def _open_hosts(options: ServeOptions, service: Service, stack: AsyncExitStack) -> None:
+    """Give a service its hosts; `stack` ends them with their sandboxes."""
+    if options.num_nodes == 1:
+        stack.push_async_callback(service.close)
+        host = SandboxHost(options.host)
+        service.add_host(platform.node(), host, await host.open(), is_here=True)
+        return
+    # Imported here: one machine needs no Ray.
+    from strop.runtime.cluster import RayHosts
+
+    hosts = RayHosts(options.host, options.folder.path, service, options.num_nodes)
+    stack.push_async_callback(hosts.stop)
+    stack.push_async_callback(service.close)
+    await hosts.start()
+
+
+async def serve_until_signal(options: ServeOptions, on_ready: Callable[[Endpoint], None]) -> None:
+    """Serve until SIGTERM or SIGINT. Raises: as `serve`."""
+    serving = asyncio.create_task(serve(options, lambda endpoint, _: on_ready(endpoint)))
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    processes: list[_Restarted] = []
+        asyncio.get_running_loop().add_signal_handler(number, partial(_cancel_once, serving))
+    # Imported modules never become garbage, and many starts at once allocate long-lived objects.
+    gc.freeze()
+    gc.set_threshold(50_000)
+    with suppress(asyncio.CancelledError):
+        await serving
 
-    def check() -> bool:
-        return any(process.check() for process in processes)
 
+def _cancel_once(task: asyncio.Task[None]) -> None:
+    # A second signal must not end the clean-up.
+    if not task.cancelling():
+        task.cancel()
+
+
+def read_policy(text: str) -> Policy:
+    """Return the default policy with the fields of a JSON object replaced. Raises: ConfigError."""
     try:
-        if options.has_controller:
-            folder.retire()
-            controller = ("strop.runtime.controller", "--announce", "--state-dir", str(folder.path))
-            processes.append(_Restarted("controller", (*controller, *options.controller_words), folder, say))
-        node = ("strop.cli", "runtime", "node", "--dir", str(folder.path))
-        processes.append(_Restarted("node", (*node, *options.node_words), folder, say))
+        return TypeAdapter(Policy).validate_json(text, strict=False, extra="forbid")
+    except ValidationError as error:
+        raise ConfigError(
+            f"the policy {text!r} cannot be read ({error.errors()[0]['msg']})",
+            allowed=f"a JSON object with any of {', '.join(Policy.__dataclass_fields__)}",
+            next_step="correct it",
+        ) from error
 
-        ready = asyncio.create_task(folder.wait_for(folder.find, limit_s=START_LIMIT_S, check=check))
-        stopped = asyncio.create_task(stopping.wait())
-        await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not ready.done():
-            ready.cancel()
-            return
-        on_ready(ready.result())
-        while not stopping.is_set():
-            # A node agent ends with success when its controller is gone for good, or after a signal.
-            if check():
-                return
-            await asyncio.sleep(_POLL_S)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-        # Before the sandboxes end: a cancelled job may be killed meanwhile.
-        if options.has_controller:
-            folder.retire()
-        # The node agent first: it ends its sandboxes and reports that to the controller.
-        for process in reversed(processes):
-            await asyncio.to_thread(terminate, process.child, _STOP_GRACE_S)
-        if options.has_controller:
-            folder.retire()
+
+def read_host_settings(
+    folder: ServiceDir,
+    *,
+    backends: Sequence[str] = (),
+    data_plane: str = "auto",
+    network: str = "none",
+    image_dirs: Sequence[Path] = (),
+    registries: Sequence[str] = (),
+    warm: Sequence[str] = (),
+) -> HostSettings:
+    """Return the settings of hosts. Raises: ConfigError for an option that cannot be."""
+    if data_plane not in list(DataPlane):
+        raise ConfigError(
+            f"data plane {data_plane!r}", allowed=", ".join(DataPlane), next_step="name one of them"
+        )
+    try:
+        parse_network(network)
+    except ValueError as error:
+        raise ConfigError(
+            f"network {network!r}: {error}", allowed=ALLOWED, next_step="give one of them"
+        ) from error
+    numbers = {}
+    for word in warm:
+        image, _, number = word.rpartition("=")
+        if not image or not number.isdecimal():
+            raise ConfigError(f"--warm {word}", allowed="IMAGE=N, such as host=8", next_step="give it so")
+        numbers[image] = int(number)
+    folders = tuple(path.resolve() for path in image_dirs)
+    keys_path = folder.keys_path.resolve()
+    holding = [path for path in (*folders, *map(Path, shown_folders())) if keys_path.is_relative_to(path)]
+    for path in (*holding, *(path for path in folders if not path.is_dir())):
+        raise ConfigError(
+            f"{path}, which sandboxes see, {'has the service' if path in holding else 'is no directory'}",
+            allowed="directories that have images and no keys, and a service that no sandbox sees",
+            next_step="name others with --image-dir, or another folder for the service with --dir",
+        )
+    return HostSettings(
+        make=MakeSettings(
+            backends=tuple(backends), network=network, image_dirs=tuple(map(str, folders)), warm=numbers
+        ),
+        data_plane=DataPlane(data_plane),
+        registries=tuple(registries),
+    )
+
+
+async def _tick(service: Service, keys: KeyRing | None) -> None:
+    while True:
+        await asyncio.sleep(_TICK_S)
+        service.tick()
+        if keys is not None and (problem := keys.refresh()):
+            _log.warning("keys stay as they were: %s", problem)
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the limit of open files to the hard limit: each sandbox has its own port here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class EventLog(RotatingFileHandler):
+    """A log of one JSON line for each transition, in files of bounded size."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=_EVENT_LOG_BYTES, backupCount=2)
+        self._lines: list[str] = []
+
+    def write(self, facts: dict[str, Any]) -> None:
+        """Queue a line; it is in the file 0.1 s later."""
+        if not self._lines:
+            asyncio.get_running_loop().call_later(_EVENT_DELAY_S, self.write_out)
+        self._lines.append(json.dumps(facts))
+
+    def write_out(self) -> None:
+        """Write the queued lines."""
+        if self._lines:
+            self.emit(logging.makeLogRecord({"msg": "\n".join(self._lines)}))
+            self._lines.clear()
+
+    def close(self) -> None:
+        """Write the queued lines and close the file."""
+        self.write_out()
+        super().close()

@@ -1,7 +1,7 @@
 """A server inside a sandbox, started with the client's command and reached from outside through its port.
 
 The server is the image's own, or OpenHands' agent server, mounted read-only with its Python. Each connection
-to the sandbox's address is opened to the port from inside the sandbox, which therefore needs no network.
+to the sandbox's address is passed on to the port from inside the sandbox, which therefore needs no network.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 
 from strop.errors import ConfigError, SandboxError, SandboxLost, given_of
-from strop.runtime.contract import INSIDE_PORT, FailureKind, NodeOrder, StartRequest
+from strop.runtime.contract import INSIDE_PORT, FailureKind, Order, StartRequest
 from strop.runtime.planes import SandboxFailed, lost_as_failure
-from strop.runtime.ports import CHUNK_BYTES, Serve, Stream
+from strop.runtime.ports import splice
 from strop.sandbox.contract import ExecKind, Mount
 from strop.sandbox.following import Job
 from strop.sandbox.local import LocalSandbox
@@ -51,8 +51,9 @@ class ServerPlane:
     num_commands = 0
     first_command_at: float | None = None
 
-    def __init__(self, sandbox: LocalSandbox, job: Job, port: int) -> None:
+    def __init__(self, sandbox: LocalSandbox, job: Job, port: int, note_use: Callable[[], None]) -> None:
         self._sandbox = sandbox
+        self._note_use = note_use
         self._port = port
         self._log = b""
         self._end = asyncio.create_task(job.wait())
@@ -62,9 +63,14 @@ class ServerPlane:
 
     @classmethod
     async def start(
-        cls, sandbox: LocalSandbox, order: NodeOrder, argv: Sequence[str], env: Mapping[str, str]
+        cls,
+        sandbox: LocalSandbox,
+        order: Order,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        note_use: Callable[[], None],
     ) -> ServerPlane:
-        """Start a server. `env` overrides the environment of the order."""
+        """Start a server. `env` overrides the environment of the order; bytes of clients call `note_use`."""
         port = INSIDE_PORT
         if sandbox.isolation.network == "host":
             # All such sandboxes share the node's ports.
@@ -74,16 +80,15 @@ class ServerPlane:
             argv = [str(port) if word == str(INSIDE_PORT) else word for word in argv]
         env = {**server_environment(order, sandbox.scratch), **env}
         cwd = await find_working_dir(sandbox, order.request)
-        return cls(sandbox, await sandbox.start(argv, env=env, cwd=cwd), port)
+        return cls(sandbox, await sandbox.start(argv, env=env, cwd=cwd), port, note_use)
 
-    async def dial(self) -> Stream | Serve:
+    async def connect(self) -> asyncio.Protocol:
         """Connect to the server's port inside the sandbox."""
         try:
             connection = await self._sandbox.connect(self._port)
         except SandboxError as error:
             raise ConnectionError(given_of(error)) from error
-        connection.setblocking(False)
-        return await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
+        return await splice(self._note_use, connection)
 
     async def wait_ended(self) -> SandboxFailed:
         """Return when the server has ended, or the sandbox is lost."""
@@ -121,7 +126,7 @@ class ServerPlane:
                 self._log = (self._log + output.stdout + output.stderr)[-_LOG_BYTES:]
 
 
-def server_environment(order: NodeOrder, scratch: str) -> dict[str, str]:
+def server_environment(order: Order, scratch: str) -> dict[str, str]:
     """Return the environment of a server: the client's variables, and those that the service sets."""
     folder = f"{scratch}/.agent-server"
     return {

@@ -1,6 +1,6 @@
-"""The folder of a service, on a disk that its nodes share: keys, journal, logs and address.
+"""The folder of a service, on a disk that its nodes share: keys, logs and address.
 
-The controller writes its address once it listens. Nodes and the workers of a run wait for that.
+The service writes its address once it listens. The workers of a run wait for that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from strop.errors import CheckRefused, ConfigError
 from strop.io.endpoints import RUNTIME, Endpoint, read_endpoint, withdraw, write_endpoint
 
 START_LIMIT_S = 600.0
-"""The controller may be on a node whose allocation begins later."""
-_NODES = "runtime-nodes"
+"""The service may be on a node whose allocation begins later."""
 _POLL_S = 0.2
 _CONNECT_LIMIT_S = 2.0
 
@@ -27,33 +26,23 @@ class ServiceDir:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self.keys_path = self.path / "keys"
-        self.node_keys_path = self.path / "node-keys"
 
-    def announce(self, endpoint: Endpoint, *, node_key: str) -> None:
-        """Write the controller's address for clients and for nodes. Raises: OSError."""
-        write_endpoint(self.path, _NODES, Endpoint(url=endpoint.url, key=node_key))
+    def announce(self, endpoint: Endpoint) -> None:
+        """Write the service's address for clients. Raises: OSError."""
         write_endpoint(self.path, RUNTIME, endpoint)
 
     def find(self) -> Endpoint | None:
-        """Return the address and a key for clients, None before the controller listens."""
+        """Return the address and a key for clients, None before the service listens."""
         return read_endpoint(self.path, RUNTIME)
 
-    def find_for_nodes(self) -> Endpoint | None:
-        """Return the address and the key for nodes, None before the controller listens."""
-        return read_endpoint(self.path, _NODES)
-
     def retire(self) -> None:
-        """Remove the address; keys and journal stay. May be called twice."""
-        withdraw(self.path, (RUNTIME, _NODES))
+        """Remove the address; keys and logs stay. May be called twice."""
+        withdraw(self.path, (RUNTIME,))
 
-    async def wait_for(
-        self,
-        find: Callable[[], Endpoint | None],
-        *,
-        limit_s: float,
-        check: Callable[[], object] = lambda: None,
+    async def wait_for_service(
+        self, *, limit_s: float, check: Callable[[], object] = lambda: None
     ) -> Endpoint:
-        """Wait for an address. `find` is `self.find` or `self.find_for_nodes`; `check` is called meanwhile.
+        """Wait for the address; `check` is called meanwhile.
 
         Raises: CheckRefused if there is none in time; any exception of `check`.
         """
@@ -62,7 +51,7 @@ class ServiceDir:
 
         deadline = time.monotonic() + limit_s
         # The address may be a leftover of a killed service.
-        while (endpoint := find()) is None or not await _is_listening(endpoint.url):
+        while (endpoint := self.find()) is None or not await _is_listening(endpoint.url):
             check()
             if time.monotonic() > deadline:
                 raise CheckRefused(
@@ -118,5 +107,5 @@ def _bad_key(path: Path, fault: str) -> ConfigError:
     return ConfigError(
         f"key file {path} {fault}",
         allowed="a file of mode 0600 with a key in its last line",
-        next_step="name the file that the controller has made",
+        next_step="name the file that the service has made",
     )

@@ -1,28 +1,47 @@
-"""The controller's record of one sandbox, from its start request to the hour after its end."""
+"""The service's record of one sandbox, from its start request to the hour after its end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from strop.hardware.identity import read_boot_id
 from strop.runtime.contract import FailureKind, SandboxReport, Slot, StartRequest, State
+from strop.runtime.ports import Gate
 
 ENDED = frozenset({State.STOPPED, State.FAILED})
 BEGINNING = frozenset({State.QUEUED, State.IMAGE, State.STARTING, State.RESUMING})
 """A client that asks for a sandbox in one of these states waits until it has left them."""
+_POD_LOG_CHARS = 16_000
 
-_JOURNALED = (
-    *("runtime_id", "session_id", "owner", "key", "started_at", "url", "port", "node_id", "node_url"),
-    *("cause", "exit_code", "log_tail", "events", "isolation", "timeline", "usage", "lease_s"),
-)
+WORDS: Mapping[tuple[State, FailureKind | None], tuple[str, str]] = {
+    (State.QUEUED, None): ("starting", "pending"),
+    (State.IMAGE, None): ("starting", "pending"),
+    (State.STARTING, None): ("starting", "running"),
+    (State.READY, None): ("running", "ready"),
+    (State.PAUSED, None): ("paused", "not found"),
+    (State.RESUMING, None): ("starting", "running"),
+    (State.FAILED, FailureKind.TASK_OOM): ("error", "crashloopbackoff"),
+    (State.FAILED, FailureKind.IMAGE_ERROR): ("error", "failed"),
+    (State.FAILED, FailureKind.AGENT_ERROR): ("error", "failed"),
+    (State.FAILED, FailureKind.CAPACITY): ("error", "failed"),
+    (State.FAILED, FailureKind.INFRA_LOST): ("error", "unknown"),
+}
+"""`status` and `pod_status` of each state."""
+
+
+def words_of(state: State, failure_kind: FailureKind | None) -> tuple[str, str]:
+    """Return `status` and `pod_status`."""
+    if state is State.STOPPED:
+        return "stopped", "not found"
+    return WORDS[state, failure_kind if state is State.FAILED else None]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Session:
-    """One sandbox. The journal keeps the fields that outlive the controller. Ages use the monotonic clock."""
+    """One sandbox. Ages use the monotonic clock."""
 
     runtime_id: str
     session_id: str
@@ -30,9 +49,6 @@ class Session:
     key: str = field(repr=False)
     request: StartRequest = field(repr=False)
     slot: Slot
-    started_at: float = field(default_factory=time.time)
-    """Unix time, for people. Only a controller restarted after a boot or on another machine computes with it:
-    the age."""
     state: State = State.QUEUED
     failure_kind: FailureKind | None = None
     cause: str = ""
@@ -45,8 +61,6 @@ class Session:
     usage: dict[str, float] = field(default_factory=dict)
     url: str = ""
     """Final once it is not empty. No client gets a record before."""
-    port: int = 0
-    """The controller's own port behind `url`; 0 if the node holds it."""
     node_id: str = ""
     """The node that has it or was ordered to make it."""
     node_url: str = ""
@@ -65,15 +79,15 @@ class Session:
     ended_at: float = 0.0
     version: int = 0
     """The version of the newest report."""
-    num_missed: int = 0
-    """Successive reports of its node that lack it."""
     has_failed_to_resume: bool = False
-    is_probed: bool = False
-    """Whether it has answered through `url`."""
+    gate: Gate | None = None
+    """The port that the service holds for it, unless its node does."""
     announced: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once `url` is final."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while its state is not in `BEGINNING`."""
+    placing: asyncio.Task[None] | None = None
+    """Orders it from its node."""
     clearing: asyncio.Task[None] | None = None
     """Stops it at its node, once it has ended here."""
     operating: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -84,11 +98,6 @@ class Session:
         """Whether it has not ended."""
         return self.state not in ENDED
 
-    @property
-    def is_beginning(self) -> bool:
-        """Whether its client has to wait."""
-        return self.state in BEGINNING
-
     def enter(self, state: State) -> None:
         """Change its state, and wake the clients that wait for that."""
         self.state = state
@@ -98,9 +107,8 @@ class Session:
             self.settled.set()
 
     def take(self, report: SandboxReport) -> None:
-        """Copy a node's report, except for the state."""
+        """Copy a host's report, except for the state."""
         self.version = max(self.version, report.version)
-        self.num_missed = 0
         self.exit_code = report.exit_code if report.exit_code is not None else self.exit_code
         self.log_tail = report.log_tail or self.log_tail
         self.refusal = report.refusal or self.refusal
@@ -110,43 +118,42 @@ class Session:
         self.timeline.update(report.timeline)
         self.usage.update(report.usage)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return its entry for the journal."""
-        return {
-            **{name: getattr(self, name) for name in _JOURNALED},
-            "state": self.state.value,
-            "failure_kind": self.failure_kind and self.failure_kind.value,
-            "request": self.request.model_dump(mode="json", exclude_defaults=True),
-            "slot": self.slot.model_dump(),
-            "begun": self.begun_at,
-            "boot_id": read_boot_id(),
-        }
+    def record(self, *, place: tuple[int, int] | None, expires_in_s: float | None) -> dict[str, Any]:
+        """Return its record for clients, as openhands-workspace 1.58.0 reads it.
 
-    @classmethod
-    def from_json(cls, line: dict[str, Any]) -> Session:
-        """Read an entry of the journal. Its age goes on; idleness and lease count from now.
-
-        The age is by the monotonic clock, or by the wall clock after a boot or on another machine.
-
-        Raises: ValueError, KeyError, TypeError for an invalid entry.
+        `place`: its place in the queue and the queue's length. `expires_in_s`: time until lease or age ends
+        it.
         """
-        now = time.monotonic()
-        kind = line["failure_kind"]
-        is_same_boot = line.get("boot_id") and line["boot_id"] == read_boot_id()
-        age_s = now - line["begun"] if is_same_boot else time.time() - line["started_at"]
-        session = cls(
-            **{name: line[name] for name in _JOURNALED},
-            failure_kind=FailureKind(kind) if kind else None,
-            request=StartRequest(**line["request"]),
-            slot=Slot(**line["slot"]),
-            begun_at=now - max(0.0, age_s),
-            asked_at=now,
-            used_at=now,
-            renewed_at=now,
-        )
-        session.enter(State(line["state"]))
-        if session.url:
-            session.announced.set()
-        if not session.is_alive:
-            session.ended_at = now
-        return session
+        status, pod_status = words_of(self.state, self.failure_kind)
+        events = list(self.events)
+        if place is not None:
+            events.insert(0, f"waits for a slot: {place[0]} of {place[1]}")
+        pod_logs = self.log_tail[-_POD_LOG_CHARS:]
+        if not self.is_alive:
+            kind = f"[{self.failure_kind.value}] " if self.failure_kind else ""
+            pod_logs = "\n".join(filter(None, (f"{kind}{self.cause}", pod_logs)))
+        waiting = {"name": "sandbox", "state": self.state.value, "message": events[0] if events else ""}
+        return {
+            "runtime_id": self.runtime_id,
+            "session_id": self.session_id,
+            "url": self.url,
+            "node_url": self.node_url,
+            "session_api_key": self.key,
+            "status": status,
+            "pod_status": pod_status,
+            "restart_count": 0,
+            "restart_reasons": [],
+            "container_statuses": [waiting] if self.state in BEGINNING else [],
+            "events": events,
+            "pod_logs": pod_logs,
+            "failure_kind": self.failure_kind.value if self.failure_kind else None,
+            "cause": self.cause,
+            "refusal": self.refusal,
+            "isolation": self.isolation,
+            "node": self.node_id,
+            "lease_expires_in_s": expires_in_s,
+            "timeline": self.timeline,
+            "usage": self.usage,
+            "last_termination_reason": self.cause,
+            "last_termination_exit_code": self.exit_code,
+        }

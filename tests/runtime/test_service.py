@@ -1,30 +1,24 @@
-"""The control plane, asked over HTTP, with scripted nodes behind it."""
+"""The control plane, asked over HTTP, with scripted hosts behind it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from strop.errors import CheckRefused, StoreError
+from strop.errors import CheckRefused, ConfigError
 from strop.runtime.contract import FailureKind, Slot
-from strop.runtime.keys import KeyRing
-from strop.runtime.sessions import Policy
+from strop.runtime.serve import read_policy
+from strop.runtime.service import Policy
+from strop.runtime.service_dir import ServiceDir
 from tests.fixtures.runtime_service import POLICY, service, start_body, until
-from tests.fixtures.scripted_node import Script, ScriptedNode, slots
+from tests.fixtures.scripted_host import Script
 
 GIB = 1 << 30
 
@@ -33,11 +27,11 @@ async def test_a_start_with_a_free_slot_gets_the_nodes_own_address_and_is_ready_
     tmp_path: Path,
 ) -> None:
     async with service(tmp_path) as it:
-        node = await it.add_node(script=Script(start_s=0.3))
+        node = await it.add_host(script=Script(start_s=0.3))
         assert (await it.client.get("/sessions/S1")).status_code == 404
         record = await it.start("S1")
         assert record["status"] == "starting"
-        assert record["url"] == node.sandboxes[record["runtime_id"]].relay.url
+        assert record["url"] == node.sandboxes[record["runtime_id"]].gate.url
         begun = time.monotonic()
         ready = await it.session("S1")
         # The question was held: the client would have waited for 2 s before its next.
@@ -53,12 +47,15 @@ async def test_a_start_with_a_free_slot_gets_the_nodes_own_address_and_is_ready_
             assert (await sandbox.post("/echo", content=b"x")).status_code == 401
         stopped = await it.post("/stop", record["runtime_id"])
         assert (stopped.status_code, stopped.json()["status"]) == (200, "stopped")
-        assert f"DELETE /sandboxes/{record['runtime_id']}" in node.calls
+        assert f"stop {record['runtime_id']}" in node.calls
         again = await it.post("/stop", record["runtime_id"])
         assert (again.status_code, again.json()["status"]) == (200, "stopped")
 
 
-async def test_who_waits_has_its_final_address_at_once_and_is_relayed_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_here", [True, False])
+async def test_who_waits_has_its_final_address_at_once_and_is_served_there_later(
+    is_here: bool, tmp_path: Path
+) -> None:
     async with service(tmp_path, policy=Policy(cpu_factor=1.0, hold_s=0.1)) as it:
         record = await it.start("S1")
         waiting = await it.session("S1")
@@ -67,7 +64,7 @@ async def test_who_waits_has_its_final_address_at_once_and_is_relayed_later(tmp_
         async with httpx.AsyncClient(base_url=record["url"], trust_env=False) as sandbox:
             early = await sandbox.get("/health")
             assert (early.status_code, early.json()) == (503, {"detail": "the sandbox is not placed yet"})
-            node = await it.add_node(num_slots=1)
+            await it.add_host(num_slots=1, is_here=is_here)
             await it.until_session("S1", pod_status="ready")
             assert (await sandbox.get("/health")).status_code == 200
             body = bytes(range(256)) * 4096
@@ -77,7 +74,7 @@ async def test_who_waits_has_its_final_address_at_once_and_is_relayed_later(tmp_
             assert (await sandbox.get("/health")).status_code == 503
             assert (await it.post("/resume", record["runtime_id"])).json()["status"] == "running"
             assert (await sandbox.get("/health")).status_code == 200
-        assert (await it.session("S1"))["url"] == record["url"] != node.url
+        assert (await it.session("S1"))["url"] == record["url"]
         await it.post("/stop", record["runtime_id"])
         async with httpx.AsyncClient(trust_env=False) as plain:
             with pytest.raises(httpx.ConnectError):
@@ -92,7 +89,7 @@ async def test_a_start_may_leave_fields_out_and_have_later_ones(tmp_path: Path) 
     )
 
     async with service(tmp_path) as it:
-        node = await it.add_node()
+        node = await it.add_host()
         for index, more in enumerate(changes):
             record = await it.start(f"S{index}", command="server --port 60000", **more)
             order = node.sandboxes[record["runtime_id"]].order
@@ -104,14 +101,14 @@ async def test_a_start_may_leave_fields_out_and_have_later_ones(tmp_path: Path) 
 
 
 BAD_STARTS: dict[str, tuple[Any, int]] = {
-    "not JSON": (b"{", 400),
+    "not JSON": (b"{", 422),
     "no object": (b"[]", 422),
     "null id": ({"session_id": None}, 422),
-    "empty id": ({"session_id": ""}, 400),
-    "id with slash": ({"session_id": "a/b"}, 400),
-    "id with NUL": ({"session_id": "a\0b"}, 400),
-    "id that climbs": ({"session_id": ".."}, 400),
-    "long id": ({"session_id": "a" * 257}, 400),
+    "empty id": ({"session_id": ""}, 422),
+    "id with slash": ({"session_id": "a/b"}, 422),
+    "id with NUL": ({"session_id": "a\0b"}, 422),
+    "id that climbs": ({"session_id": ".."}, 422),
+    "long id": ({"session_id": "a" * 257}, 422),
     "no image": ({"image": ""}, 422),
     "no command": ({"command": ""}, 422),
     "open quote": ({"command": "sh -c 'a"}, 422),
@@ -146,11 +143,12 @@ async def test_a_bad_start_is_refused_and_starts_nothing(tmp_path: Path) -> None
 
 async def test_a_replayed_start_is_one_sandbox_and_another_image_is_a_conflict(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
-        node = await it.add_node(script=Script(answer_s=0.1))
+        node = await it.add_host(script=Script(answer_s=0.1))
         first, second = await asyncio.gather(it.start("S1"), it.start("S1"))
         third = await it.start("S1")
         assert first["runtime_id"] == second["runtime_id"] == third["runtime_id"]
         assert first["url"] == second["url"] == third["url"]
+        await it.until_session("S1", pod_status="ready")
         assert len(node.sandboxes) == 1
         other = await it.client.post("/start", json=start_body(session_id="S1", image="img:2"))
         assert other.status_code == 409
@@ -170,7 +168,7 @@ async def test_a_failure_is_a_state_with_kind_cause_and_log(tmp_path: Path) -> N
     )
 
     async with service(tmp_path) as it:
-        await it.add_node()
+        await it.add_host()
         for image, kind, pod_status, exit_code in failures:
             record = await it.start(kind, image=image)
             failed = await it.session(kind)
@@ -187,7 +185,7 @@ async def test_a_failure_is_a_state_with_kind_cause_and_log(tmp_path: Path) -> N
 async def test_what_can_never_fit_fails_at_once_with_the_numbers(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
         small = Slot(cpus=2, memory_bytes=5 * GIB, disk_bytes=100 * GIB, processes=10_000)
-        await it.add_node(capacity=small)
+        await it.add_host(capacity=small)
         record = await it.start("S1", resource_factor=2)
         assert (record["status"], record["failure_kind"]) == ("error", "capacity")
         assert re.match(r"http://[^/]+:[0-9]+$", record["url"])
@@ -228,7 +226,7 @@ async def test_unknown_routes_methods_and_ids_are_errors_with_a_detail(tmp_path:
         for path in ("/stop", "/pause", "/resume"):
             assert (await it.post(path, "unknown")).status_code == 404
             assert (await it.client.post(path, json={})).status_code == 422
-            assert (await it.client.post(path, content=b"x")).status_code == 400
+            assert (await it.client.post(path, content=b"x")).status_code == 422
         for content in (
             b"",
             b"{}",
@@ -241,7 +239,7 @@ async def test_unknown_routes_methods_and_ids_are_errors_with_a_detail(tmp_path:
 
 async def test_a_failed_resume_is_told_and_the_next_start_replaces_the_sandbox(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
-        node = await it.add_node()
+        node = await it.add_host()
         record = await it.start("S1")
         early = await it.post("/pause", record["runtime_id"])
         assert early.status_code in (200, 409)
@@ -263,59 +261,53 @@ async def test_a_failed_resume_is_told_and_the_next_start_replaces_the_sandbox(t
         await until(lambda: set(node.sandboxes) == {after["runtime_id"]})
 
 
-async def test_a_lost_node_fails_what_was_on_it_and_one_that_comes_back_stops_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("strop.runtime.placement.LOST_AFTER_S", 0.5)
-
+async def test_a_lost_host_fails_what_was_on_it(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
-        node = await it.add_node(script=Script(heartbeat_s=0.1))
+        host = await it.add_host(is_here=False)
         record = await it.start("S1")
         await it.session("S1")
-        node.script.is_silent = True
+        host.script.is_lost = True
         await it.until_session("S1", failure_kind="infra_lost")
         lost = await it.session("S1")
         assert (lost["status"], lost["pod_status"]) == ("error", "unknown")
-        assert node.node_id in lost["pod_logs"]
-        node.script.is_silent = False
-        await until(lambda: record["runtime_id"] in node.stop_orders)
+        assert host.node_id in lost["pod_logs"]
+        assert (await it.client.get("/nodes")).json() == {"nodes": []}
         assert (await it.start("S1"))["runtime_id"] != record["runtime_id"]
 
 
-async def test_an_order_that_a_node_refuses_goes_to_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_here", [True, False])
+async def test_an_order_that_a_host_refuses_goes_to_another(is_here: bool, tmp_path: Path) -> None:
     async with service(tmp_path) as it:
-        bad = await it.add_node(num_slots=2, script=Script(refuses_orders=True))
-        good = await it.add_node(num_slots=8)
+        bad = await it.add_host(num_slots=2, script=Script(refuses_orders=True), is_here=is_here)
+        good = await it.add_host(num_slots=8, is_here=is_here)
         record = await it.start("S1")
+        await it.until_session("S1", pod_status="ready")
         ready = await it.session("S1")
-        assert (ready["pod_status"], ready["node"]) == ("ready", good.node_id)
-        assert ready["url"] == record["url"]
-        assert "POST /sandboxes" in bad.calls
+        assert (ready["node"], ready["url"]) == (good.node_id, record["url"])
+        assert f"start {record['runtime_id']}" in bad.calls
 
 
-async def test_a_slow_node_delays_no_answer_and_what_it_made_twice_is_stopped(tmp_path: Path) -> None:
+async def test_a_slow_host_of_another_node_delays_no_answer(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
-        slow = await it.add_node(num_slots=2, script=Script(answer_s=1.0))
+        slow = await it.add_host(num_slots=2, script=Script(answer_s=1.0), is_here=False)
         begun = time.monotonic()
         record = await it.start("S1")
         assert time.monotonic() - begun < 0.9
         ready = await it.session("S1")
         assert (ready["pod_status"], ready["url"]) == ("ready", record["url"])
-        # Its own address is the controller's, behind which the node's is.
-        assert slow.sandboxes[record["runtime_id"]].relay.url != record["url"]
+        # Its own address is the service's, behind which the node's is.
+        assert slow.sandboxes[record["runtime_id"]].gate.url != record["url"]
         async with httpx.AsyncClient(trust_env=False) as plain:
             assert (await plain.get(record["url"] + "/health")).status_code == 200
-        # Another node claims it too.
-        other = await it.add_node()
-        other.sandboxes[record["runtime_id"]] = slow.sandboxes[record["runtime_id"]]
-        other.report_soon()
-        await until(lambda: record["runtime_id"] in other.stop_orders)
-        assert slow.stop_orders == []
+        # With a free slot and a quick answer, the address is the node's own.
+        slow.script.answer_s = 0.0
+        direct = await it.start("S2")
+        assert slow.sandboxes[direct["runtime_id"]].gate.url == direct["url"]
 
 
 async def test_a_sandbox_that_fails_later_says_so_and_frees_its_slot(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
-        node = await it.add_node(num_slots=1)
+        node = await it.add_host(num_slots=1)
         record = await it.start("S1")
         await it.session("S1")
         second = await it.start("S2")
@@ -332,7 +324,7 @@ async def test_a_sandbox_that_fails_later_says_so_and_frees_its_slot(tmp_path: P
 
 async def test_a_draining_node_takes_nothing_and_keeps_what_it_has(tmp_path: Path) -> None:
     async with service(tmp_path, policy=Policy(cpu_factor=1.0, hold_s=0.2)) as it:
-        node = await it.add_node()
+        node = await it.add_host()
         record = await it.start("S1")
         await it.session("S1")
         node.script.is_draining = True
@@ -360,7 +352,7 @@ async def test_a_quota_is_429_and_a_full_cluster_is_not(tmp_path: Path) -> None:
 
 async def test_metrics_are_prometheus_text_with_those_of_the_nodes(tmp_path: Path) -> None:
     async with service(tmp_path, policy=POLICY) as it:
-        node = await it.add_node(num_slots=1)
+        node = await it.add_host(num_slots=1)
         await it.start("S1")
         await it.session("S1")
         await it.start("S2")
@@ -375,107 +367,36 @@ async def test_metrics_are_prometheus_text_with_those_of_the_nodes(tmp_path: Pat
         assert [one for one in lines if not one.startswith("# ") and not sample.match(one)] == []
 
 
-@contextmanager
-def controller(state_dir: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
-    """A controller in a process of its own."""
-    words = [sys.executable, "-m", "strop.runtime.controller", "--state-dir", str(state_dir)]
-    policy = ["--policy", json.dumps({"cpu_factor": 1.0, "hold_s": 0.2})]
-    with subprocess.Popen(words + policy, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        try:
-            assert process.stdout is not None
-            yield process, json.loads(process.stdout.readline())
-        finally:
-            process.kill()
-
-
-async def test_killed_and_started_again_it_has_its_port_and_sandboxes_their_addresses(tmp_path: Path) -> None:
-    with controller(tmp_path) as (process, serving):
-        key = KeyRing(Path(serving["keys_file"])).newest
-        node_key = KeyRing(Path(serving["node_keys_file"])).newest
-        node = ScriptedNode(controller=serving["url"], key=node_key, capacity=slots(3))
-        client = httpx.AsyncClient(
-            base_url=serving["url"], headers={"X-API-Key": key}, trust_env=False, verify=False
-        )
-        plain = httpx.AsyncClient(trust_env=False, verify=False)
-
-        async def start(name: str) -> dict[str, Any]:
-            return dict((await client.post("/start", json=start_body(session_id=name))).json())
-
-        async def look(name: str) -> dict[str, Any]:
-            return dict((await client.get(f"/sessions/{name}")).json())
-
-        async def is_ready(name: str = "direct") -> bool:
-            return bool((await look(name))["pod_status"] == "ready")
-
-        async with client, plain:
-            # One waits at first, and is relayed for ever; one has its node's own address; one waits on.
-            relayed = await start("relayed")
-            async with node.open():
-                await until(lambda: is_ready("relayed"))
-                direct = await start("direct")
-                await until(is_ready)
-                paused = await start("paused")
-                await until(lambda: is_ready("paused"))
-                await client.post("/pause", json={"runtime_id": paused["runtime_id"]})
-                waiting = await start("waiting")
-                stopped = waiting["runtime_id"]
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-                with controller(tmp_path) as (_, again):
-                    begun = time.monotonic()
-                    assert again["url"] == serving["url"]
-                    for before in (relayed, direct, paused, waiting):
-                        record = await look(before["session_id"])
-                        for name in ("url", "session_api_key", "runtime_id"):
-                            assert record[name] == before[name]
-                    assert (await plain.get(relayed["url"] + "/health")).status_code == 200
-                    assert (await plain.get(direct["url"] + "/health")).status_code == 200
-                    assert (await plain.get(paused["url"] + "/health")).status_code == 503
-                    await until(is_ready)
-                    assert time.monotonic() - begun < 5.0
-                    assert (await look("paused"))["status"] == "paused"
-                    assert (await start("direct"))["runtime_id"] == direct["runtime_id"]
-                    resumed = await client.post("/resume", json={"runtime_id": paused["runtime_id"]})
-                    assert resumed.json().get("status") == "running", resumed.text
-                    # Later, one that is stopped may be in a report before its node hears of it.
-                    assert node.stop_orders == []
-                    assert (await client.post("/stop", json={"runtime_id": stopped})).status_code == 200
-                    done = await client.post("/stop", json={"runtime_id": direct["runtime_id"]})
-                    assert done.json()["status"] == "stopped"
-                    assert f"DELETE /sandboxes/{direct['runtime_id']}" in node.calls
-
-
-async def test_stopped_ones_are_known_after_a_restart_and_a_taken_port_fails_one(tmp_path: Path) -> None:
+async def test_what_an_earlier_service_had_is_lost_and_its_folder_is_one_services(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
-        first, second, third = [await it.start(name) for name in ("S1", "S2", "S3")]
-        await it.post("/stop", first["runtime_id"])
-    port = int(second["url"].rpartition(":")[2])
-    with socket.create_server(("127.0.0.1", port)):
-        async with service(tmp_path) as it:
-            known = await it.post("/stop", first["runtime_id"])
-            assert (known.status_code, known.json()["status"]) == (200, "stopped")
-            failed = await it.session("S2")
-            assert (failed["status"], failed["failure_kind"]) == ("error", "infra_lost")
-            assert f"{port} cannot be listened on" in failed["cause"]
-            assert (await it.start("S3"))["url"] == third["url"]
-
-
-async def test_a_taken_port_and_a_held_directory_are_refused(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(CheckRefused, match="cannot be listened on"):
-            async with service(tmp_path, port=port):
-                pass
-    async with service(tmp_path):
-        with pytest.raises(StoreError, match="is held by"):
+        await it.add_host()
+        before = await it.start("S1")
+        key = it.key
+        with pytest.raises(CheckRefused):
             async with service(tmp_path):
                 pass
+    async with httpx.AsyncClient(trust_env=False) as plain:
+        with pytest.raises(httpx.ConnectError):
+            await plain.get(before["url"])
+    async with service(tmp_path) as it:
+        assert it.key == key
+        assert (await it.client.get("/sessions/S1")).status_code == 404
+        for path in ("/stop", "/pause", "/resume"):
+            answer = await it.post(path, before["runtime_id"])
+            assert answer.status_code == 404
+            assert "infra_lost" in answer.json()["detail"]
+        await it.add_host()
+        assert (await it.start("S1"))["runtime_id"] != before["runtime_id"]
 
 
-def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    from strop.runtime.controller import main
+async def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(CheckRefused):
+        async with service(tmp_path, port=other.getsockname()[1]):
+            pass
+    assert ServiceDir(tmp_path).find() is None
 
+
+def test_a_policy_that_cannot_be_is_refused() -> None:
     for policy in ("{", '{"unknown": 1}', '{"hold_s": "long"}'):
-        assert main(["--state-dir", str(tmp_path / "s"), "--policy", policy]) == 2
-    assert main(["--state-dir", str(tmp_path / "s"), "--disable-auth", "--host", "192.0.2.1"]) == 2
-    assert not (tmp_path / "s").exists()
+        with pytest.raises(ConfigError):
+            read_policy(policy)
