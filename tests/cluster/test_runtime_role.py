@@ -28,7 +28,7 @@ held = socket.create_server(("127.0.0.1", 0))
 if sys.argv[2] == "bad":
     sys.exit("no backend isolates here")
 url = f"http://127.0.0.1:{held.getsockname()[1]}"
-ServiceDir(Path(sys.argv[1])).announce(Endpoint(url=url, key="run-key"), node_key="n")
+ServiceDir(Path(sys.argv[1])).announce(Endpoint(url=url, key="run-key"))
 time.sleep(60)
 """
 
@@ -56,7 +56,7 @@ async def test_a_service_that_is_there_is_handed_over_and_withdrawn(
         return RuntimeRole(spec, tmp_path / "run", tmp_path / "servers")
 
     async with runtime_service.service(tmp_path / "service") as running:
-        url, key = running.serving.url, running.client.headers["X-API-Key"]
+        url, key = running.url, running.key
         for wrong, kind in (
             (role_of(url, "not-its-key"), "key"),
             (role_of("http://127.0.0.1:9", key), "service"),

@@ -26,7 +26,7 @@ from tests.conftest import require_system_part
 from tests.fixtures.commands import Run
 from tests.fixtures.conformance import real_client, require_passed
 from tests.fixtures.runtime_client import SERVER, RuntimeClient, wait_for
-from tests.fixtures.runtime_processes import Processes, service_of
+from tests.fixtures.runtime_processes import ServiceProcess, service_of
 from tests.fixtures.sandboxes import needs_podman
 from tests.fixtures.small_root import imported, make_small_root
 
@@ -34,7 +34,9 @@ SECRET = "a word of the operator's"
 
 
 @contextmanager
-def served(folder: Path, *words: str, memory_mib: int = 256) -> Iterator[tuple[RuntimeClient, Processes]]:
+def served(
+    folder: Path, *words: str, memory_mib: int = 256
+) -> Iterator[tuple[RuntimeClient, ServiceProcess]]:
     """Run a service with podman as root, and be a tenant of it."""
     folder.mkdir(exist_ok=True)
     with (
@@ -175,19 +177,13 @@ def test_keys_lie_where_no_sandbox_sees_them(place: str, tmp_path: Path, run: Ru
 
     # Whatever a class of a run's may import is shown: strop's own source too.
     folder = Path(strop.__file__).parent if place == "shown" else tmp_path / "service"
-    folder.mkdir(exist_ok=True)
-    keys = folder / f".keys-{os.getpid()}"
-    keys.write_text("nodes " + "k" * 24)
-    keys.chmod(0o600)
-    words = ["--controller", "http://127.0.0.1:9", "--key-file", keys, "--backend", "process"]
+    words = ["--dir", folder, "--backend", "process"]
     if place == "images":
         words += ["--image-dir", tmp_path]
-    try:
-        ended = run("runtime", "node", *words)
-        assert ended.code == 2
-        assert str(keys.parent.parent) in ended.err
-    finally:
-        keys.unlink()
+    ended = run("runtime", "serve", *words)
+    assert ended.code == 2
+    assert str(folder.parent) in ended.err
+    assert not (folder / "keys").exists()
 
 
 def test_a_bubblewrap_that_is_too_old_names_the_version_needed(

@@ -1,12 +1,12 @@
-"""The matrix, by the real client, against a real controller and a real node."""
+"""The matrix, by the real client, against a real service."""
 
 from __future__ import annotations
 
 import io
-import shutil
 import tarfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,25 +17,19 @@ from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
 from tests.fixtures.conformance import CASES, real_client, require_passed
 from tests.fixtures.docker_daemon import docker
-from tests.fixtures.runtime_processes import service_of
+from tests.fixtures.runtime_processes import ServiceProcess, assert_gone, find_traces, service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman, on_every_backend
-from tests.fixtures.small_root import (
-    imported,
-    make_small_root,
-    podman,
-    registries_file,
-    registry,
-    relay_of,
-    remove_images,
-)
+from tests.fixtures.small_root import imported, make_small_root
 
 # A slow start, no agent server, no memory: by images, or by what the node puts in their place.
 _PREPARED = (7, 10, 11)
+_OF_THE_SERVICE = (3, 4, 5, 6, 7, 8, 12, 13, 16)
+"""They do not depend on the backend."""
 RUN = {
     # For one's own programs alone.
     "process": (1, 2, 9, 10, 14, 15),
     "bubblewrap": tuple(number for number in CASES if number != 10),
-    "podman": tuple(CASES),
+    "podman": tuple(number for number in CASES if number not in _OF_THE_SERVICE),
     # Where its containers, its images and their ends come in.
     "docker": (1, 2, 9, 14, 15, 17, 18),
 }
@@ -61,7 +55,30 @@ def client() -> Iterator[None]:
 def test_the_matrix_passes(backend: str, tmp_path: Path) -> None:
     cases = tuple(number for number in RUN[backend] if number not in _PREPARED)
     with service_of(tmp_path, "--backend", backend) as service:
-        require_passed(service, cases, extra={"restart": service.restart_command})
+        require_passed(service, [number for number in cases if number != 16])
+        if 16 in cases:
+            require_lost(service)
+
+
+def require_lost(service: ServiceProcess) -> None:
+    """Run the case in which the service is killed: by a signal that this process sends, and waits for."""
+    with ThreadPoolExecutor(1) as thread:
+        killing = thread.submit(kill_on_demand, service)
+        require_passed(service, (16,), extra={"wish": str(service.folder / "wish")})
+        killing.result()
+
+
+def kill_on_demand(service: ServiceProcess) -> None:
+    """Kill the service and start it again, once a client wishes it."""
+    wish = service.folder / "wish"
+    while not wish.exists():
+        time.sleep(0.05)
+    assert service.child is not None
+    pids, places = find_traces(service.child.pid)
+    service.kill()
+    assert_gone(pids, places)
+    service.start()
+    wish.unlink()
 
 
 @pytest.mark.slow
@@ -84,7 +101,7 @@ def test_without_images_a_real_server_is_slow_missing_or_dies(
 
 @pytest.mark.slow
 @needs_podman
-def test_images_are_started_and_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_started_and_blamed(tmp_path: Path) -> None:
     trees = {}
     for name, script in (("plain", ""), ("fatal", _FATAL), ("hungry", _HUNGRY)):
         trees[name] = make_small_root(tmp_path / name / "root")
@@ -94,30 +111,13 @@ def test_images_are_started_and_blamed(tmp_path: Path, monkeypatch: pytest.Monke
             program.write_text(script)
             program.chmod(0o755)
     with (
-        ExitStack() as stack,
         imported(trees["plain"]) as plain,
         imported(trees["fatal"]) as fatal,
         imported(trees["hungry"]) as hungry,
     ):
-        target = stack.enter_context(slow_registry(tmp_path, plain, monkeypatch))
-        extra = {"no_agent_image": fatal, "oom_image": hungry, "slow_image": target}
-        try:
-            words = ("--backend", "podman", "--registry", target.partition("/")[0])
-            with service_of(tmp_path, *words) as service:
-                require_passed(service, _PREPARED, image=plain, extra=extra)
-        finally:
-            remove_images(target)
-
-
-@contextmanager
-def slow_registry(folder: Path, image: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Have an image in a registry whose first answer about it takes longer than a poll is held."""
-    require_system_part("docker-registry", shutil.which("docker-registry") is not None)
-    with registry(folder) as address, relay_of(address, first_s=6.0) as slow:
-        target = f"{slow.address}/strop/small:1"
-        podman("push", "--quiet", "--tls-verify=false", image, f"docker://{address}/strop/small:1")
-        monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(registries_file(folder, slow.address)))
-        yield target
+        extra = {"no_agent_image": fatal, "oom_image": hungry}
+        with service_of(tmp_path, "--backend", "podman") as service:
+            require_passed(service, (10, 11), image=plain, extra=extra)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from strop.sandbox.wire import MAX_BODY_BYTES
 from strop.tasks.code.judge import JudgeJob, judge_python
 from strop.tasks.rows.judged_rows import ProgramSpec
 from tests.fixtures.judging import judge_once
-from tests.fixtures.runtime_processes import Processes, kill, service_of
+from tests.fixtures.runtime_processes import ServiceProcess, service_of
 from tests.fixtures.sandboxes import appearance_of, sandbox_of, spec_of, wait_until_gone
 from tests.sandbox import test_exec, test_jobs, test_shells, test_trees
 
@@ -57,8 +57,8 @@ OF_ALL_BACKENDS: tuple[Callable[..., object], ...] = (
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """A controller and a node, handed to this process as a run hands them over."""
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A service, handed to this process as a run hands it over."""
     folder = tmp_path_factory.mktemp("service")
     with service_of(folder, "--backend", BACKEND) as running:
         hand_over(folder / "servers", {RUNTIME: Endpoint(url=running.url, key=running.key)})
@@ -122,7 +122,7 @@ async def test_what_it_lacks_is_refused_and_stands_in_its_record() -> None:
 
 
 def test_a_service_that_is_not_there_or_not_ours_is_refused(
-    service: Processes, monkeypatch: pytest.MonkeyPatch
+    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "PATIENCE_S", 0.0)
     wrong = RemoteBackend(Endpoint(url=service.url, key="not-the-key-of-it"))
@@ -161,7 +161,7 @@ def test_programs_are_judged_there() -> None:
 
 
 def test_what_the_service_refuses_is_no_reward(
-    service: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = {"code": "def f(x): return x", "test_list": ["assert f(1) == 1"]}
     for stem, text in (("train", "Return it."), ("test", "Give it back.")):
@@ -199,27 +199,22 @@ def test_it_ends_with_its_owner() -> None:
 
 
 @pytest.mark.slow
-def test_a_controller_may_die_and_a_lost_node_is_told(tmp_path: Path) -> None:
-    async def work(service: Processes) -> None:
+def test_a_service_that_dies_loses_its_sandboxes(tmp_path: Path) -> None:
+    async def work(service: ServiceProcess) -> None:
         backend = RemoteBackend(Endpoint(url=service.url, key=service.key))
         first = await backend.create(spec_of())
         running = asyncio.create_task(first.exec(["/bin/sleep", "7802"], wall_limit_s=600))
         await appearance_of("7802")
-        assert service.controller is not None
-        kill(service.controller)
-        assert (await first.exec(["/bin/echo", "on"], wall_limit_s=60)).stdout == b"on\n"
-        # Asked of a controller that is not back yet.
+        service.kill()
+        for awaited in (running, first.exec(["/bin/true"], wall_limit_s=60), first.stats()):
+            with pytest.raises(SandboxLost) as caught:
+                await awaited
+            assert caught.value.kind == "infra"
+        service.start()
         async with await backend.create(spec_of()) as second:
             assert (await second.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
-            assert service.node is not None
-            kill(service.node)
-            for awaited in (running, second.exec(["/bin/true"], wall_limit_s=60), first.stats()):
-                with pytest.raises(SandboxLost) as caught:
-                    await awaited
-                assert caught.value.kind == "infra"
         await first.stop()
 
     with service_of(tmp_path, "--backend", BACKEND) as service:
         asyncio.run(work(service))
-        service.node = None
         wait_until_gone("7802")
