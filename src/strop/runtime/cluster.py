@@ -112,7 +112,8 @@ class RayHosts:
         environ = {**os.environ, NODE_VARIABLE: "0"}
         node = RayNode.here(environ, num_nodes, temp_dir=choose_temp_dir(), logs_dir=folder)
         self._head = RayHead(node, num_nodes, _token_path(folder))
-        self._known: set[str] = set()
+        self._known: dict[str, str] = {}
+        """The host of each node, by Ray's id of the node; empty where none works."""
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -143,12 +144,14 @@ class RayHosts:
         import ray
 
         nodes = await asyncio.to_thread(ray.nodes)
-        new = [one for one in nodes if one["Alive"] and one["NodeID"] not in self._known]
-        self._known |= {one["NodeID"] for one in new}
+        # A host that was lost is made anew, if its node is alive.
+        served = {ray_id for ray_id, host in self._known.items() if not host or host in self._service.nodes}
+        new = [one for one in nodes if one["Alive"] and one["NodeID"] not in served]
         await asyncio.gather(*(self._add(one["NodeID"], one["NodeName"]) for one in new))
 
     async def _add(self, ray_id: str, name: str) -> None:
         host = RayHost(self._settings, ray_id)
+        self._known[ray_id] = ""
         try:
             facts = await host.open()
         except (HostFailed, SandboxError) as error:
@@ -158,7 +161,8 @@ class RayHosts:
                 {"at": time.time(), "event": "node_refused", "node": name, "cause": str(error)}
             )
             return
-        self._service.add_host(f"{name}-{ray_id[:8]}", host, facts, is_here=False)
+        self._known[ray_id] = f"{name}-{ray_id[:8]}"
+        self._service.add_host(self._known[ray_id], host, facts, is_here=False)
 
 
 def _token_path(folder: Path) -> Path:

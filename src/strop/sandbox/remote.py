@@ -1,6 +1,6 @@
 """The client's side of the sandboxes of a service, on other machines.
 
-The service's controller starts a sandbox; the client uses it over one connection to its address at the node,
+The service starts a sandbox; the client uses it over one connection to its address at the node,
 with the same frames as for a supervisor of this machine. The sandbox ends with that connection. Address and
 key of the service were passed to this process.
 """
@@ -40,7 +40,7 @@ _HOST_IMAGE = "host"
 _ANSWER_LIMIT_S = 30.0
 _STOP_LIMIT_S = 10.0
 PATIENCE_S = 5.0
-"""How long an unanswered request is repeated; a controller that was killed is back by then, with its
+"""How long an unanswered request is repeated; a service that was killed may be back by then, without
 state."""
 _AGAIN_AFTER_S = 0.2
 _UNACKNOWLEDGED_MS = 25_000
@@ -238,7 +238,7 @@ def _raise_refusal(status: int, body: bytes) -> NoReturn:
 
 
 class _Service:
-    """A connection to the controller of a service, closed by leaving its `async with` block."""
+    """A connection to a service, closed by leaving its `async with` block."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         import httpx
@@ -289,7 +289,7 @@ class _Service:
         return await self._ask("GET", "/list")
 
     async def stop(self, runtime_id: str) -> None:
-        """End a sandbox, if the controller answers."""
+        """End a sandbox, if the service answers."""
         import httpx
 
         with suppress(httpx.HTTPError):

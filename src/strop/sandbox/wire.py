@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 
 SERVICE_KEY_HEADER = "X-API-Key"
-"""Holds the caller's key in requests to the controller."""
+"""Holds the caller's key in requests to the service."""
 SANDBOX_KEY_HEADER = "X-Session-API-Key"
 """Holds the key of the sandbox in requests to its address."""
 FRAMES_PATH = "/strop/frames"

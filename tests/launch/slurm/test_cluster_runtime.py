@@ -31,8 +31,6 @@ SITE = """
 backend = "slurm"
 python = "{python}"
 gpus_per_node = 0
-# All nodes are one machine here, and nobody else reaches it.
-env = {{GLOO_SOCKET_IFNAME = "lo"}}
 """
 
 
@@ -87,7 +85,7 @@ def follow_the_page(endpoint: Endpoint, folder: ServiceDir) -> None:
 
 
 def use_and_lose_a_node(client: RuntimeClient) -> None:
-    """Run commands on both nodes, kill one agent, and find the others' sandboxes alive."""
+    """Run commands on both nodes, kill one host, and find the others' sandboxes alive."""
     nodes = wait_for(client.nodes, lambda found: len(found) == 2)
     assert all(node["ends_in_s"] is not None and node["ends_in_s"] > 60.0 for node in nodes), nodes
     # A node is filled before the next: how many one holds is the machine's business.
