@@ -244,7 +244,7 @@ async def test_a_poll_is_held_and_a_command_can_be_stopped() -> None:
         assert (await client.post("/api/bash/bash_commands/none/stop")).status_code == 422
         one = await client.post("/api/bash/execute_bash_command", json={"command": "echo 1; exit 4"})
         assert (one.json()["stdout"], one.json()["exit_code"]) == ("1\n", 4)
-        newest = {"sort_order": "TIMESTAMP_DESC", "limit": 1}
+        newest: dict[str, str | int] = {"sort_order": "TIMESTAMP_DESC", "limit": 1}
         items = (await client.get("/api/bash/bash_events/search", params=newest)).json()["items"]
         assert [item["id"] for item in items] == [one.json()["id"]]
         assert (await client.get("/api/bash/bash_events/search", params={"limit": 101})).status_code == 422

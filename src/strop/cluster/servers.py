@@ -1,33 +1,20 @@
-"""The servers of a run besides its roles: the sandbox service, from before the first rollout to the end.
-
-A service that is started here dies with this process, and its death ends the run with its name. It may also
-be a role of the job on its CPU nodes, which ends with the job, or an existing service, which stays.
-"""
+"""The judges of a run besides its roles, and the wait for work that the death of a server ends."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.errors import ConfigError, SandboxLost
-from strop.hardware.process import ChildProcess, spawn, tail, terminate
-from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
-from strop.runtime.service_dir import ServiceDir, backend_words, read_key, serve_argv
-from strop.sandbox.remote import require_service
+from strop.errors import ConfigError
 from strop.spec.judge import role_judges
 from strop.spec.run import RunSpec
-from strop.spec.sandboxing import RuntimeSpec
 from strop.store import ModelHandle
 from strop.tokenizer import Tokenizer
 
 T = TypeVar("T")
 _LOOK_EVERY_S = 1.0
 _MIN_REVISION_CHARS = 8
-_SERVICE_LIMIT_S = 300.0
-_SERVICE_GRACE_S = 20.0
 
 
 def check_judges(spec: RunSpec, policy: ModelHandle, models: Mapping[str, ModelHandle]) -> None:
@@ -53,66 +40,6 @@ def check_judges(spec: RunSpec, policy: ModelHandle, models: Mapping[str, ModelH
                 next_step="name another judge",
             )
         Tokenizer.load(judge.path).require_chat_template()
-
-
-class RuntimeRole:
-    """The sandbox service of a run; there may be none."""
-
-    def __init__(self, spec: RuntimeSpec, run_path: Path, servers_dir: Path) -> None:
-        """`servers_dir` is the folder with addresses and keys of the run's servers."""
-        self._spec = spec
-        self._servers_dir = servers_dir
-        self._folder = ServiceDir(run_path / "runtime")
-        self._child: ChildProcess | None = None
-
-    async def start(self) -> None:
-        """Find or start the service, wait until it listens, and publish its address and key.
-
-        Raises: ConfigError for a bad key file; SandboxRefused if an existing service does not answer, or not
-        to that key; CheckRefused if none starts; SandboxLost with its last log lines if it ended.
-        """
-        endpoint = await self._find()
-        if endpoint is not None:
-            hand_over(self._servers_dir, {RUNTIME: endpoint})
-
-    async def _find(self) -> Endpoint | None:
-        if self._spec.url is not None and self._spec.key_file is not None:
-            endpoint = Endpoint(url=self._spec.url, key=read_key(Path(self._spec.key_file)))
-            await require_service(endpoint)
-            return endpoint
-        if self._spec.serve == "none":
-            return None
-        if self._spec.serve == "here":
-            # Remove the address of an earlier attempt.
-            self._folder.retire()
-            self._child = spawn(
-                serve_argv(sys.executable, str(self._folder.path), *backend_words(self._spec.backend)),
-                self._folder.path / "serve.log",
-            )
-        return await self._folder.wait_for_service(limit_s=_SERVICE_LIMIT_S, check=self._check)
-
-    async def stop(self) -> None:
-        """End a service that was started here, with all of its sandboxes. May be called twice."""
-        withdraw(self._servers_dir, [RUNTIME])
-        child, self._child = self._child, None
-        if child is not None:
-            await asyncio.to_thread(terminate, child, _SERVICE_GRACE_S)
-
-    def _check(self) -> None:
-        failure = self.find_failure()
-        if failure is not None:
-            raise failure
-
-    def find_failure(self) -> SandboxLost | None:
-        """Return an error with the last log lines of a service that was started here, if it has ended."""
-        if self._child is None or (code := self._child.poll()) is None:
-            return None
-        return SandboxLost(
-            f"the sandbox service ended with {code}. Its last log lines:\n{tail(self._child.log_path)}\n",
-            allowed="a service that lives as long as the run",
-            next_step="mend the cause and start the run again; it goes on from its last checkpoint",
-            kind="infra",
-        )
 
 
 async def guard(work: Coroutine[Any, Any, T], *find_failures: Callable[[], Exception | None]) -> T:

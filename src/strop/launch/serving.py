@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from strop.errors import ConfigError
 from strop.launch.contract import Need, RolePlan
@@ -56,25 +57,22 @@ def resolve_service(overrides: Sequence[str]) -> ResolvedSpec:
 
 
 def service_roles(spec: RunSpec, python: str, words: Sequence[str]) -> list[RolePlan]:
-    """Return the processes of a service: the service on the first node, a node of its Ray on each other.
+    """Return the processes of a service: the service, and nodes of its Ray, which it can lose.
 
     `words`: options of `strop runtime serve`.
     """
-    number = ("--nodes", str(spec.job.nodes))
-    roles = [RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *number, *words))]
+    place = ("--nodes", str(spec.job.nodes), "--node", "{node}/0")
+    roles = [RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *place, *words))]
     if spec.job.nodes > 1:
-        join = (python, "-m", "strop.cli", "runtime", "join", "--dir", FOLDER)
-        # The service goes on without a lost node.
-        roles.append(RolePlan(name="sandboxes", argv=join, nodes="others", need=Need.NOTHING))
+        roles.append(replace(roles[0], name="sandboxes", nodes="others", need=Need.NOTHING))
     return roles
 
 
 def runtime_role(spec: RunSpec, python: str) -> RolePlan:
-    """Return the process on each CPU node of a run's job; the first one has the service."""
-    # Nodes are numbered over both parts.
-    words = ("--nodes", str(spec.job.cpu_nodes), "--node", f"{{node}}/{spec.job.nodes}")
-    words += backend_words(spec.runtime.backend)
-    return RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *words), nodes="cpu", need=Need.PRESENCE)
+    """Return the process on each CPU node of a run's job; they come after the others, the service first."""
+    place = ("--nodes", str(spec.job.cpu_nodes), "--node", f"{{node}}/{spec.job.nodes}")
+    argv = serve_argv(python, FOLDER, *place, *backend_words(spec.runtime.backend))
+    return RolePlan(name=RUNTIME, argv=argv, nodes="cpu", need=Need.PRESENCE)
 
 
 def require_shared_disk(site: str, profile: SiteOptions) -> None:

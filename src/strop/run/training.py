@@ -316,7 +316,8 @@ async def _train(
     """Start the roles and train; stop the roles in any case."""
     with importing():
         from strop.cluster.contract import build_placement, with_frozen
-        from strop.cluster.servers import RuntimeRole, check_judges, guard
+        from strop.cluster.servers import check_judges, guard
+        from strop.runtime.role import RuntimeRole
         from strop.train.loop import TrainInput, TrainLoop
 
     spec, task = parts.spec, parts.task
@@ -326,9 +327,8 @@ async def _train(
     kept, tokenizer = run_dir.path / TOKENIZER_NAME, source.path / TOKENIZER_NAME
     if tokenizer.is_file() and not kept.exists():
         write_bytes_atomically(kept, tokenizer.read_bytes())
-    servers_dir = run_dir.path / "roles" / "servers"
     check_judges(spec, source, sources)
-    runtime = RuntimeRole(spec.runtime, run_dir.path, servers_dir)
+    runtime = RuntimeRole(spec.runtime, run_dir.path, run_dir.path / "roles" / "servers")
     placement = build_placement(spec, source, run_dir.path / "roles", sources)
     judge = Judge(task, task_builder(spec.task))
     try:

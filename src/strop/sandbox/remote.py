@@ -40,8 +40,7 @@ _HOST_IMAGE = "host"
 _ANSWER_LIMIT_S = 30.0
 _STOP_LIMIT_S = 10.0
 PATIENCE_S = 5.0
-"""How long an unanswered request is repeated; a service that was killed may be back by then, without
-state."""
+"""How long an unanswered request is repeated; a service that was killed may be back by then."""
 _AGAIN_AFTER_S = 0.2
 _UNACKNOWLEDGED_MS = 25_000
 _KINDS = {"image_error": "image", "capacity": "capacity"}

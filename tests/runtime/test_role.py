@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster import servers
-from strop.cluster.servers import RuntimeRole, guard
+from strop.cluster.servers import guard
 from strop.errors import SandboxLost, SandboxRefused
 from strop.io.endpoints import find_endpoint, list_endpoints
+from strop.runtime import role as of_runtime
+from strop.runtime.role import RuntimeRole
 from strop.sandbox import remote
 from strop.spec.sandboxing import RuntimeSpec
 from tests.fixtures import runtime_service
@@ -38,7 +39,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> None:
     def argv(python: str, folder: str, *words: str) -> tuple[str, ...]:
         return (python, "-c", SERVICE, folder, "bad" if "podman" in words else "good")
 
-    monkeypatch.setattr(servers, "serve_argv", argv)
+    monkeypatch.setattr(of_runtime, "serve_argv", argv)
     monkeypatch.delenv("STROP_ENDPOINTS", raising=False)
 
 
