@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from strop.runtime.ports import Gate, hold_listener, splice
+from strop.runtime.ports import Gate, hold_listener, splice_to
 
 CHUNK_BYTES = 64 << 10
 HEAD = b"GET /one HTTP/1.1\r\n\r\n"
@@ -16,7 +16,10 @@ HEAD = b"GET /one HTTP/1.1\r\n\r\n"
 async def echo_server() -> AsyncIterator[tuple[str, int]]:
     """Send back what comes, and the end of it."""
 
+    writers = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
@@ -26,6 +29,9 @@ async def echo_server() -> AsyncIterator[tuple[str, int]]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[:2]
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -33,10 +39,7 @@ async def relay_to_echo(*, max_connections: int = 256) -> AsyncIterator[Gate]:
     async with echo_server() as (host, port):
 
         async def connect() -> asyncio.Protocol:
-            connection = socket.socket()
-            connection.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connection, (host, port))
-            return await splice(gate.note_use, connection)
+            return await splice_to(gate.note_use, host, port)
 
         gate = await Gate.listen(connect)
         gate.max_connections = max_connections

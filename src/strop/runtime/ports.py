@@ -15,7 +15,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import cast
 
 from strop.errors import CheckRefused
@@ -54,6 +54,7 @@ class Gate:
         self._strangers: dict[asyncio.Transport, str] = {}
         """Their peers; the oldest first."""
         self._known: set[asyncio.Transport] = set()
+        self._entering: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def listen(cls, connect: Connect, *, key: str = "", host: str = "127.0.0.1", port: int = 0) -> Gate:
@@ -96,6 +97,9 @@ class Gate:
             self._server.close()
         self._listener.close()
         self.disconnect()
+        for task in self._entering:
+            task.cancel()
+        await asyncio.gather(*self._entering, return_exceptions=True)
         # Transports close their sockets in the next turn of the event loop.
         await asyncio.sleep(0)
 
@@ -109,6 +113,13 @@ class Gate:
             oldest = next(one for one, its_peer in self._strangers.items() if its_peer == most)
             del self._strangers[oldest]
             oldest.abort()
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run a coroutine, until `close` at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._entering.add(task)
+        task.add_done_callback(self._entering.discard)
+        return task
 
     async def enter(self, transport: asyncio.Transport, head: bytes) -> asyncio.Protocol:
         """Return the protocol for a connection. Raises: OSError."""
@@ -153,13 +164,11 @@ class _Door(asyncio.Protocol):
     def connection_lost(self, _error: Exception | None) -> None:
         """Stop waiting."""
         self._limit.cancel()
-        if self._entering is not None:
-            self._entering.cancel()
 
     def _enter(self) -> None:
         self._limit.cancel()
         self._transport.pause_reading()
-        self._entering = asyncio.get_running_loop().create_task(self._hand_over())
+        self._entering = self._gate.spawn(self._hand_over())
 
     async def _hand_over(self) -> None:
         try:
@@ -168,6 +177,9 @@ class _Door(asyncio.Protocol):
             self._refuse(str(error) or type(error).__name__)
             return
         if self._transport.is_closing():
+            # The client went away meanwhile; the other side of the protocol has to end too.
+            protocol.connection_made(self._transport)
+            protocol.connection_lost(None)
             return
         self._gate.note_use()
         self._transport.set_write_buffer_limits(high=_CHUNK_BYTES)
@@ -243,6 +255,18 @@ class Splice(asyncio.Protocol):
         self.ended.set()
         if self.other.transport is not None and not self.other.transport.is_closing():
             self.other.transport.abort()
+
+
+async def splice_to(note_use: Callable[[], None], host: str, port: int) -> Splice:
+    """Return a protocol as `splice`, for a server that listens. Raises: OSError."""
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, (host, port))
+        return await splice(note_use, connection)
+    except (OSError, asyncio.CancelledError):
+        connection.close()
+        raise
 
 
 async def splice(note_use: Callable[[], None], connection: socket.socket) -> Splice:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 import uuid
 from collections import defaultdict, deque
@@ -34,7 +33,7 @@ from strop.runtime.contract import (
 )
 from strop.runtime.host import Host
 from strop.runtime.keys import new_key
-from strop.runtime.ports import Gate, splice
+from strop.runtime.ports import Gate, splice_to
 from strop.runtime.queue import Admission
 from strop.runtime.session import ENDED, Session
 
@@ -199,10 +198,7 @@ class Service:
             if not session.node_url:
                 raise ConnectionError("the sandbox is not placed yet")
             where = urlsplit(session.node_url)
-            connection = socket.socket()
-            connection.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connection, (where.hostname, where.port))
-            return await splice(gate.note_use, connection)
+            return await splice_to(gate.note_use, where.hostname or "", where.port or 0)
 
         gate = await Gate.listen(connect, key=session.key, host=self.address)
         if not session.is_alive:
