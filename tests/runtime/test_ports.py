@@ -15,8 +15,7 @@ HEAD = b"GET /one HTTP/1.1\r\n\r\n"
 @asynccontextmanager
 async def echo_server() -> AsyncIterator[tuple[str, int]]:
     """Send back what comes, and the end of it."""
-
-    writers = []
+    writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)

@@ -15,21 +15,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from strop.cluster.ray.node import find_own_address
-from strop.cluster.ray.runtime import TOKEN_NAME, RayHead
-from strop.cluster.ray.settings import NodeSettings, check_object_store, choose_temp_dir, require_ray
-from strop.errors import SandboxError, SandboxRefused
-from strop.hardware.leftovers import SHARED_MEMORY
-from strop.hardware.ports import NODE_VARIABLE
-from strop.record.fence import ATTEMPT_VARIABLE, ROLES_FOLDER, rendezvous_path
+from strop.cluster.ray.runtime import RayHead
+from strop.cluster.ray.settings import RayNode, check_object_store, choose_temp_dir, require_ray
+from strop.errors import CheckRefused, SandboxError, SandboxRefused
+from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
+from strop.io.atomic import write_bytes_atomically
+from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
 from strop.runtime.contract import HostFacts, Order, SandboxReport
 from strop.runtime.host import HostSettings, SandboxHost
 from strop.runtime.ports import Gate
 from strop.runtime.service import HostFailed, Service
+from strop.runtime.service_dir import START_LIMIT_S
 from strop.spec.layout import RAY_NODE_MODULE
 
 _LOOK_EVERY_S = 2.0
 _CLOSE_LIMIT_S = 30.0
+_POLL_S = 0.2
 T = TypeVar("T")
 
 
@@ -99,21 +100,17 @@ class RayHosts:
         """`folder` gets the address and the token, and has to be seen by all nodes."""
         require_ray()
         check_object_store()
+        for name in (RAY_ADDRESS, RAY_TOKEN_PATH):
+            # Those of a job are for the cluster of its run.
+            os.environ.pop(name, None)
         self._settings = settings
         self._service = service
-        temp_dir = choose_temp_dir()
-        node = NodeSettings(
-            temp_dir=str(temp_dir),
-            shared_dir=str(choose_temp_dir(SHARED_MEMORY)),
-            token_path=str(temp_dir.with_name(f"{temp_dir.name}.{TOKEN_NAME}")),
-            log_path=str(folder / "ray.log"),
-            keep_logs_dir=str(folder / "ray"),
-            host=find_own_address(os.environ, num_nodes),
-            num_cpus=os.cpu_count() or 1,
-        )
-        path = _rendezvous_of(folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._head = RayHead(node, path)
+        self._num_nodes = num_nodes
+        self._address_path = folder / "ray.address"
+        self._address_path.unlink(missing_ok=True)
+        environ = {**os.environ, NODE_VARIABLE: "0"}
+        node = RayNode.here(environ, num_nodes, temp_dir=choose_temp_dir(), logs_dir=folder)
+        self._head = RayHead(node, num_nodes, _token_path(folder))
         self._known: dict[str, str] = {}
         """The host of each node, by Ray's id of the node; empty where none works."""
         self._looking: asyncio.Task[None] | None = None
@@ -124,7 +121,8 @@ class RayHosts:
         Raises: EngineError if Ray does not start; SandboxRefused if no sandbox can be made on the first node.
         """
         self._head.launch()
-        await self._head.connect()
+        address = await self._head.connect()
+        write_bytes_atomically(self._address_path, address.encode())
         await self._add_new()
         self._looking = asyncio.create_task(self._keep_looking())
 
@@ -132,6 +130,7 @@ class RayHosts:
         """End all of Ray."""
         if self._looking is not None:
             self._looking.cancel()
+        self._address_path.unlink(missing_ok=True)
         await self._head.stop()
 
     async def _keep_looking(self) -> None:
@@ -165,14 +164,32 @@ class RayHosts:
         self._service.add_host(self._known[ray_id], host, facts, is_here=False)
 
 
-def _rendezvous_of(folder: Path) -> Path:
-    """Return the file by which nodes meet, with the address and the token."""
-    return rendezvous_path(folder / ROLES_FOLDER, os.environ.get(ATTEMPT_VARIABLE, "local"))
+def _token_path(folder: Path) -> Path:
+    return folder / "ray.token"
 
 
 def join(folder: Path) -> NoReturn:
-    """Become a node of a service's Ray cluster, once there is one and until it ends."""
-    # 0 is the head.
+    """Become a node of a service's Ray cluster, until the service ends.
+
+    Raises: CheckRefused if there is no service of several nodes.
+    """
+    deadline = time.monotonic() + START_LIMIT_S
+    path = folder.absolute() / "ray.address"
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise CheckRefused(
+                f"no service of several nodes has written {path} for {START_LIMIT_S:.0f} s",
+                allowed="`strop runtime serve` with several nodes, and a folder on a disk that both see",
+                next_step="look at its log; on a cluster, at whether its job has begun",
+            )
+        time.sleep(_POLL_S)
     index = os.environ.get(NODE_VARIABLE, "0")
-    environ = {**os.environ, NODE_VARIABLE: index if index != "0" else "1"}
-    os.execve(sys.executable, [sys.executable, "-P", "-m", RAY_NODE_MODULE, str(folder.absolute())], environ)
+    environ = {
+        **os.environ,
+        RAY_ADDRESS: path.read_text(),
+        RAY_TOKEN_PATH: str(_token_path(path.parent)),
+        # 0 is the head.
+        NODE_VARIABLE: index if index != "0" else "1",
+        NUM_NODES_VARIABLE: "2",
+    }
+    os.execve(sys.executable, [sys.executable, "-P", "-m", RAY_NODE_MODULE, str(path.parent)], environ)
