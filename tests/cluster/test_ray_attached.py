@@ -201,7 +201,7 @@ def refusals(folder: Path, asked: list[tuple[str, int, int]]) -> list[str]:
 def test_a_run_attaches_where_it_finds_what_it_asks_for_and_leaves_the_cluster_as_it_was(
     address: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The cluster was started without it: roles are given it, and prove that they have it.
+    # The cluster was started without it: roles are given it.
     monkeypatch.setenv("STROP_JOB_NAMES", "PROMISED")
     monkeypatch.setenv("PROMISED", "a,b 'c'")
     monkeypatch.setenv("RAY_py_gcs_connect_timeout_s", "10")

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster.ray import roles
 from strop.cluster.ray.deaths import read_log
 from strop.cluster.ray.node import await_head
-from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment, require_environment
+from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.cluster.ray.workers import assign_engines
 from strop.errors import CheckRefused
 from strop.hardware.visible_devices import ENV_DEVICES, PART_DEVICES
@@ -23,31 +22,6 @@ from strop.store import get_model
 from tests.fixtures.sockets import free_port
 
 VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
-
-
-def test_lau_4_a_role_without_a_promised_variable_is_refused_by_name() -> None:
-    proofs = prove_environment(["KEY", "OTHER"], "salt", {"KEY": VALUE, "OTHER": ""})
-    require_environment("engine-0", proofs, "salt", {"KEY": VALUE, "OTHER": "", "MORE": "1"})
-    with pytest.raises(CheckRefused, match="role engine-0 would start without KEY, OTHER"):
-        require_environment("engine-0", proofs, "salt", {})
-
-
-@pytest.mark.parametrize("changed", ["a", VALUE + " ", VALUE.replace("\n", "\\n"), "a,b"])
-def test_lau_4_one_changed_byte_is_noticed(changed: str) -> None:
-    proofs = prove_environment(["KEY"], "salt", {"KEY": VALUE})
-    with pytest.raises(CheckRefused, match="role worker-1 has another value of KEY than the run itself"):
-        require_environment("worker-1", proofs, "salt", {"KEY": changed})
-
-
-def test_what_proves_a_secret_does_not_tell_it() -> None:
-    proofs = prove_environment(["KEY"], "salt", {"KEY": VALUE})
-    assert VALUE not in json.dumps(proofs)
-    assert proofs != prove_environment(["KEY"], "pepper", {"KEY": VALUE})
-
-
-def test_the_run_itself_must_have_what_it_promises() -> None:
-    with pytest.raises(CheckRefused, match="the run itself would start without KEY"):
-        prove_environment(["KEY"], "salt", {})
 
 
 def test_workers_are_shared_out_evenly_among_engines() -> None:
@@ -175,7 +149,6 @@ def test_a_worker_and_its_sandboxes_see_the_gpus_for_environments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RayRole, "computes", False)
-    monkeypatch.setattr(roles, "require_environment", lambda *_: None)
     for name in PART_DEVICES.values():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +24,7 @@ from strop.cluster.ray.deaths import DeathWatch, FollowedRole
 from strop.cluster.ray.engines import ActorEngine, EngineActor, EngineFacts
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.ranks import LearnerFacts, LearnerRank
-from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment
+from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.cluster.ray.runtime import RayHead, read_nodes
 from strop.cluster.ray.settings import (
     OBJECT_STORE_BYTES,
@@ -126,7 +125,7 @@ class RayPlacement:
         """Start Ray, wait for all nodes, start every role, and have all hold the same weights.
 
         Raises: ConfigError if Ray or a part of it is missing;
-        CheckRefused naming nodes that did not join, or a role whose environment is not the run's;
+        CheckRefused naming nodes that did not join, or a role whose node shows fewer GPUs;
         EngineError with the last log lines of what did not come up.
         """
         require_ray()
@@ -345,7 +344,7 @@ class RayPlacement:
                 )
 
     async def _begin_roles(self, slots: Sequence[RoleSlot]) -> None:
-        """Make an actor of every slot on its node; each checks its environment and finds its model."""
+        """Make an actor of every slot on its node; each finds its model."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -354,20 +353,17 @@ class RayPlacement:
         seats = self._head.reserve(slots)
         self._group = group = placement_group(list(seats.bundles), strategy="PACK")
         await self._guard(group.ready(), START_LIMIT_S)
-        salt = secrets.token_hex(16)
         # The run changes these variables in this process, so roles get them.
         changed = (URI_VARIABLE, ORDER_VARIABLE, DATE_VARIABLE)
         store = {name: os.environ[name] for name in changed if name in os.environ}
         listed = os.environ.get(NAMES_VARIABLE, "").split(",")
-        names = [name for name in listed if name and name not in store]
-        proofs = prove_environment(names, salt, os.environ)
         import torch
 
         logs_dir, mark_path = self._find_logs_dir(), self._head.mark_path
         # The processes of an attached cluster have other variables.
         own, shown = {}, {}
         if seats.variables:
-            own = {name: os.environ[name] for name in names}
+            own = {name: os.environ[name] for name in listed if name in os.environ}
             shown = {"env_vars": {"PYTHONPATH": seats.variables["PYTHONPATH"]}}
         sections = role_judges(self._spec.task)
         for index, slot in enumerate(slots):
@@ -389,8 +385,6 @@ class RayPlacement:
                 log_level=log_level_of(self._spec.output.log_level, logs_as),
                 devices=None if seats.num_gpus[index] else slot.devices,
                 has_env_gpus=slot.devices is not None and slot.devices.part == ENV,
-                proofs=proofs,
-                salt=salt,
                 variables={**seats.variables, **own, **store},
                 mark_path=str(mark_path),
             )

@@ -2,18 +2,17 @@
 
 `spec/layout.py` assigns node and GPUs to each role: Ray's scheduler never chooses a GPU, and a run always has
 the same layout. A role is a plain class; `placement` makes actors of it. It logs from its first line, and
-`begin` checks its environment and takes its GPUs before anything is loaded.
+`begin` takes its GPUs before anything is loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,9 +41,6 @@ class RoleStart:
     devices: DeviceShare | None = None
     has_env_gpus: bool = False
     """Whether its GPUs are for environments, and so for the sandboxes of its attempts, too."""
-    proofs: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the environment: see `prove_environment`."""
-    salt: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     """The variables of `store.policy`, which the run's process may have from its run file; on an attached
     cluster all that the role needs."""
@@ -80,14 +76,10 @@ class RayRole:
                 os.dup2(log.fileno(), stream.fileno())
 
     def begin(self) -> RoleFacts:
-        """Check the environment and take the GPUs.
-
-        Raises: CheckRefused naming the role and what it lacks.
-        """
+        """Take the GPUs. Raises: CheckRefused naming the role if its node shows fewer."""
         start = self._start
         os.environ.update({**level_variables(start.log_level), **start.variables})
         log_from(start.log_level)
-        require_environment(start.name, start.proofs, start.salt, os.environ)
         if start.devices is not None:
             os.environ.update(take_devices(start.name, start.devices, os.environ))
             for name in PART_DEVICES.values():
@@ -154,40 +146,3 @@ class AsyncRole(RayRole):
         """Say that this role is of no use any more."""
         self._cause = cause
         self._ended.set()
-
-
-def prove_environment(names: Sequence[str], salt: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return for each name a salted digest of its value, which does not reveal the value.
-
-    Raises: CheckRefused if one is missing here already.
-    """
-    missing = [name for name in names if name not in environ]
-    if missing:
-        raise _lacking("the run itself", missing)
-    return {name: _digest(environ[name], salt) for name in names}
-
-
-def require_environment(role: str, proofs: Mapping[str, str], salt: str, environ: Mapping[str, str]) -> None:
-    """Raise CheckRefused if a role lacks a variable, or has it with a single byte changed."""
-    missing = [name for name in proofs if name not in environ]
-    if missing:
-        raise _lacking(f"role {role}", missing)
-    other = [name for name, proof in proofs.items() if _digest(environ[name], salt) != proof]
-    if other:
-        raise CheckRefused(
-            f"role {role} has another value of {', '.join(other)} than the run itself",
-            allowed="the same bytes in every role of a run",
-            next_step="see what sets it on that node, a profile or a wrapper, and remove that",
-        )
-
-
-def _lacking(role: str, names: Sequence[str]) -> CheckRefused:
-    return CheckRefused(
-        f"{role} would start without {', '.join(names)}",
-        allowed="every variable and secret that the job names, in every role",
-        next_step="submit again: the file with their values has gone, or is not on that node",
-    )
-
-
-def _digest(value: str, salt: str) -> str:
-    return hmac.digest(salt.encode(), os.fsencode(value), "sha256").hex()
