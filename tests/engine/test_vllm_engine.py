@@ -35,11 +35,10 @@ class ScriptedCore(VllmCore):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.version = 0
-        self.salts: dict[str, int] = {}
+        self.salts: list[str] = []
         self.said: list[str] = []
         self.answers: list[dict[str, Any]] = [{"refusal": None, "flaw": None}]
         self.is_aborting = False
-        self.keeps_cache = False
         self.going = asyncio.Event()
         self.going.set()
         self.is_closed = False
@@ -52,10 +51,7 @@ class ScriptedCore(VllmCore):
     async def sample(
         self, request: GenerationRequest, *, salt: str, adapter: Adapter | None, is_whole: bool
     ) -> AsyncGenerator[Piece, None]:
-        prompt = str(request.prompt_ids.tolist())
-        key = f"{'' if self.keeps_cache else salt}{prompt}"
-        num_cached = self.salts.get(key, 0)
-        self.salts[key] = len(request.prompt_ids)
+        self.salts.append(salt)
         token_ids: list[int] = []
         segments: list[VersionSegment] = []
         while len(token_ids) < request.max_tokens:
@@ -78,7 +74,6 @@ class ScriptedCore(VllmCore):
                 logprobs=[-1.0] * len(token_ids),
                 finish="length",
                 segments=tuple(segments),
-                num_cached_tokens=num_cached,
             )
 
     async def score(
@@ -103,8 +98,6 @@ class ScriptedCore(VllmCore):
 
     async def drop_cached(self) -> None:
         self.said.append("drop")
-        if not self.keeps_cache:
-            self.salts.clear()
 
     async def name_version(self, version: int) -> None:
         self.version = version
@@ -232,16 +225,15 @@ async def test_smp_6_unproven_weights_are_served_to_nobody(
     assert (await engine.generate(ask(tokenizer))).policy_version == 7
 
 
-async def test_smp_5_a_cache_that_outlives_an_update_is_found_by_the_canary(
+async def test_smp_5_no_prefix_is_shared_by_two_versions(
     engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
 ) -> None:
-    """Incident: shared prefixes kept the keys and values of older weights."""
-    core.keeps_cache = True
-    await engine.update(UPDATE)
-    with pytest.raises(WeightMismatch, match="weight_canary: 129 keys and values of other weights"):
-        await engine.update(replace(UPDATE, version=8, digest="d8"))
-    with pytest.raises(EngineError, match="weight_canary"):
-        await engine.generate(ask(tokenizer))
+    """Incident: a prefix cache outlived weight updates, so shared prefixes kept old keys and values."""
+    for version, digest in ((7, "d7"), (8, "d8"), (9, "d7")):
+        await engine.update(replace(UPDATE, version=version, digest=digest))
+        await asyncio.gather(engine.generate(ask(tokenizer)), engine.generate(ask(tokenizer)))
+    assert [core.salts.count(salt) for salt in dict.fromkeys(core.salts)] == [2, 2, 2]
+    assert core.said.count("drop") == 3
 
 
 async def test_overlapping_updates_are_applied_one_after_the_other(
@@ -314,10 +306,6 @@ def test_limits_are_the_model_own_or_less() -> None:
     assert limits == LIMITS
     limits = plan_limits(SIZE, dtype="float32", max_model_tokens=100, kv_cache_bytes=None)
     assert limits.max_positions == 100
-    # The canary leaves room for what it samples.
-    assert len(limits.canary_ids()) == 99
-    assert len(LIMITS.canary_ids()) == 129
-    assert int(LIMITS.canary_ids().max()) < 262
 
 
 def test_more_positions_than_the_model_has_are_refused() -> None:

@@ -41,8 +41,6 @@ class Piece:
     """vLLM's finish reason at the end of a reply: stop, length or abort."""
     segments: tuple[VersionSegment, ...] = ()
     """Of the whole reply; only with the last piece."""
-    num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
 
 
 class VllmCore:
@@ -90,7 +88,6 @@ class VllmCore:
                 ],
                 finish=reply.finish_reason,
                 segments=tuple(VersionSegment(start=span.start, version=int(span.version)) for span in spans),
-                num_cached_tokens=output.num_cached_tokens or 0,
             )
 
     async def score(

@@ -4,10 +4,10 @@ Stops, budgets and versions are computed by strop, so that a reply ends here whe
 engine. Equal requests get equal replies as far as vLLM's kernels give equal bits: another batch may round
 differently, and on rare occasions a token differs.
 
-An update closes a gate: later requests wait, and are served under the new weights. A prefix cache
-never spans two versions: the version is part of its key, it is emptied at each update, and a canary proves
-it. Weights that are refused before loading leave the old ones; an update that fails later leaves an engine
-that serves nothing until another update has been proven.
+An update closes a gate: later requests wait, and are served under the new weights. A prefix cache never
+spans two versions: the version is part of its key, and it is emptied at each update. Weights that are refused
+before loading leave the old ones; an update that fails later leaves an engine that serves nothing until
+another one has come.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from strop.errors import ConfigError, EngineError, WeightMismatch
 from strop.hardware.machine import Machine, describe_machine
 from strop.hardware.tuning import importing
 from strop.policy.footprint import read_model_size
-from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
+from strop.rollout import FinishReason, IntArray, VersionSegment
 from strop.tokenizer import Tokenizer
 
 
@@ -177,8 +177,7 @@ class VllmEngine:
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`. Updates are applied one at a time.
 
-        Raises: WeightMismatch also if loading failed half-way, or if vLLM used keys and values again that are
-            of other weights (`weight_canary`).
+        Raises: WeightMismatch also if loading failed half-way.
         """
         if self._is_closed:
             raise closed()
@@ -193,8 +192,6 @@ class VllmEngine:
                 await self._stop_running(update.mode)
                 swap = self._swap_adapter if update.is_adapter else self._swap_weights
                 await swap(update, update.path)
-                await self._core.resume()
-                await self._ask_canary(update)
             finally:
                 await self._core.resume()
                 self._gate.set()
@@ -248,7 +245,11 @@ class VllmEngine:
             raise WeightMismatch(refusals[0])
         if refusals or flaws:
             self._flaw = (flaws + refusals)[0]
-            raise _unproven(update, self._flaw)
+            raise WeightMismatch(
+                f"weight update {update.version} left other weights than the published ones: {self._flaw}",
+                allowed="an engine that takes all tensors of the update",
+                next_step="the engine serves nothing now; start the run again, it resumes",
+            )
         await self._forget_adapter()
         await self._take(update)
 
@@ -284,32 +285,6 @@ class VllmEngine:
         await self._core.drop_cached()
         await self._core.name_version(update.version)
         self._version, self._digest = update.version, update.digest
-        self._flaw = f"the canary of weight update {update.version} was not heard"
-
-    async def _ask_canary(self, update: WeightUpdate) -> None:
-        """Ask a fixed prompt for the first time under these weights; its keys must not be cached.
-
-        Raises: WeightMismatch if they were: they are of other weights.
-        """
-        request = GenerationRequest(
-            prompt_ids=self._limits.canary_ids(),
-            seed=0,
-            sampling=Sampling(temperature=0.0),
-            max_tokens=1,
-            stop_token_ids=frozenset(),
-        )
-        pieces = self._core.sample(
-            request, salt=_salt(self._version, self._digest), adapter=self._adapter, is_whole=True
-        )
-        async with aclosing(pieces):
-            piece = await anext(pieces, None)
-        if piece is None:
-            raise EngineError("vLLM did not answer the canary")
-        if piece.num_cached_tokens:
-            self._flaw = (
-                f"weight_canary: {piece.num_cached_tokens} keys and values of other weights were used"
-            )
-            raise _unproven(update, self._flaw)
         self._flaw = None
 
     async def _pass_gate(self) -> None:
@@ -325,7 +300,7 @@ class VllmEngine:
         if self._flaw is not None and self._gate.is_set():
             raise EngineError(
                 f"the engine's weights are of no version: {self._flaw}",
-                allowed="requests after an update that was proven",
+                allowed="requests after an update that came whole",
                 next_step="publish the weights again, or start the run again; it resumes",
             )
 
@@ -357,14 +332,6 @@ class _Counter:
 
 def _salt(version: int, digest: str) -> str:
     return f"{version}/{digest[:16]}"
-
-
-def _unproven(update: WeightUpdate, flaw: str) -> WeightMismatch:
-    return WeightMismatch(
-        f"weight update {update.version} ended with other weights than the published ones: {flaw}",
-        allowed="an engine whose live tensors are those of the update",
-        next_step="the engine serves nothing now; start the run again, it resumes at its last checkpoint",
-    )
 
 
 _MAX_ADAPTERS = 2

@@ -22,13 +22,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-
 import strop
 from strop.errors import EXIT_FAILED, ConfigError, StropError
 from strop.io.variables import user_cache_dir
 from strop.policy.footprint import COPY_BYTES, ModelSize
-from strop.rollout import IntArray
 from strop.store.python_environment import KEEP_BYTECODE, PythonEnvironment
 
 # torchvision, torchaudio and torchcodec are for images, sound and video, and have no CPU build everywhere.
@@ -87,12 +84,6 @@ class EngineLimits:
     max_positions: int
     """Prompt and reply together."""
     vocab_size: int
-
-    def canary_ids(self) -> IntArray:
-        """Return a fixed prompt that fills a block of the cache where there is room for one."""
-        length = max(1, min(KV_BLOCK_TOKENS + 1, self.max_positions - 1))
-        ids: IntArray = ((np.arange(length) * 7 + 1) % self.vocab_size).astype(np.int32)
-        return ids
 
 
 def plan_limits(
