@@ -6,7 +6,9 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from strop.runtime.ports import Gate, hold_listener, splice_to
+import pytest
+
+from strop.runtime.ports import Gate, hold_listener, splice, splice_to
 
 CHUNK_BYTES = 64 << 10
 HEAD = b"GET /one HTTP/1.1\r\n\r\n"
@@ -89,6 +91,14 @@ async def test_a_relay_passes_bytes_on_and_keeps_half_a_connection_open() -> Non
         assert answer == sent + b"the end"
         assert relay.last_used_at > before
         assert relay.url == f"http://127.0.0.1:{relay.port}"
+
+
+async def test_a_port_where_nothing_listens_is_not_its_own_answer() -> None:
+    with socket.socket() as connection:
+        connection.bind(("127.0.0.1", 0))
+        connection.connect(connection.getsockname())
+        with pytest.raises(ConnectionRefusedError):
+            await splice(lambda: None, connection)
 
 
 async def test_what_cannot_be_dialed_is_answered_with_503_and_the_reason() -> None:

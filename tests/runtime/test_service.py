@@ -214,8 +214,6 @@ async def test_unknown_routes_methods_and_ids_are_errors_with_a_detail(tmp_path:
             **{("GET", path): 404 for path in ("/runtime/unknown", "/image_exists", "/registry_prefix")},
             ("POST", "/build"): 404,
             ("GET", "/health"): 200,
-            ("GET", "/liveness"): 200,
-            ("GET", "/readiness"): 200,
         }
         found = {}
         for method, path in expected:
@@ -261,12 +259,13 @@ async def test_a_failed_resume_is_told_and_the_next_start_replaces_the_sandbox(t
         await until(lambda: set(node.sandboxes) == {after["runtime_id"]})
 
 
-async def test_a_lost_host_fails_what_was_on_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["is_lost", "has_bug"])
+async def test_a_lost_host_fails_what_was_on_it(how: str, tmp_path: Path) -> None:
     async with service(tmp_path) as it:
         host = await it.add_host(is_here=False)
         record = await it.start("S1")
         await it.session("S1")
-        host.script.is_lost = True
+        setattr(host.script, how, True)
         await it.until_session("S1", failure_kind="infra_lost")
         lost = await it.session("S1")
         assert (lost["status"], lost["pod_status"]) == ("error", "unknown")

@@ -128,7 +128,7 @@ class SandboxTerms(_Message):
 
 
 class StartRequest(_Message):
-    """`POST /start`. Fields that are null count as left out, and unknown ones are ignored."""
+    """`POST /start`. Fields that are null count as left out; others, such as `runtime_class`, are ignored."""
 
     image: str = Field(pattern=r"^[^-\x00][^\x00]*$")
     command: tuple[str, ...]
@@ -144,11 +144,7 @@ class StartRequest(_Message):
     run_as_user: int | None = Field(default=None, ge=0, lt=_NO_ID)
     """A hint: the image's user that runs the programs, with the group of the same number, where the node can
     arrange it. `isolation` has their user on the host."""
-    run_as_group: int | None = Field(default=None, ge=0, lt=_NO_ID)
-    fs_group: int | None = Field(default=None, ge=0, lt=_NO_ID)
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    runtime_class: str | None = None
-    """A hint. Nothing is refused because of it."""
     sandbox: SandboxTerms | None = None
     """From strop's own client. `command`, `resource_factor` and the users and groups have no effect then."""
 

@@ -37,8 +37,6 @@ class Key:
 
     owner: str
     key: str = field(repr=False)
-    digest: bytes = field(repr=False)
-    """Compared in place of the key, so that the comparison does not depend on its length."""
 
 
 class KeyRing:
@@ -61,7 +59,7 @@ class KeyRing:
         owner = None
         for entry in self._keys:
             # No early end: the time must not depend on which key matches.
-            if hmac.compare_digest(entry.digest, digest):
+            if hmac.compare_digest(_digest(entry.key), digest):
                 owner = entry.owner
         return owner
 
@@ -114,7 +112,7 @@ def read_keys(path: Path) -> list[Key]:
             continue
         if len(words) != 2 or len(words[1]) < MIN_KEY_CHARS:
             raise _bad(path, f"has a line {number} that is not an owner and a key")
-        keys.append(Key(owner=words[0], key=words[1], digest=_digest(words[1])))
+        keys.append(Key(owner=words[0], key=words[1]))
     if not keys:
         raise _bad(path, "has no key")
     if len({key.key for key in keys}) < len(keys):

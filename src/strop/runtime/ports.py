@@ -270,7 +270,14 @@ async def splice_to(note_use: Callable[[], None], host: str, port: int) -> Splic
 
 
 async def splice(note_use: Callable[[], None], connection: socket.socket) -> Splice:
-    """Return a protocol whose bytes are passed to and from a connected socket; its bytes call `note_use`."""
+    """Return a protocol whose bytes are passed to and from a connected socket; its bytes call `note_use`.
+
+    Raises: ConnectionRefusedError if the socket is connected to itself.
+    """
+    # Where nothing listens yet, the system may choose the very port as its own, which then is taken.
+    if connection.family == socket.AF_INET and connection.getsockname() == connection.getpeername():
+        connection.close()
+        raise ConnectionRefusedError("nothing listens there yet")
     connection.setblocking(False)
     outer, inner = Splice(note_use), Splice()
     outer.other, inner.other = inner, outer

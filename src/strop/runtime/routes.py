@@ -22,7 +22,6 @@ from strop.sandbox.wire import SERVICE_KEY_HEADER
 MAX_LEASE_S = 7 * 24 * 3600.0
 MAX_BODY_BYTES = 256 << 10
 BODY_LIMIT_S = 20.0
-_OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness"})
 _PREFIX = "strop_runtime"
 _METRICS = {
     "sandboxes": ("gauge", "Live sandboxes, by state and node."),
@@ -83,7 +82,7 @@ def guard(app: FastAPI, keys: KeyRing | None) -> Guard:
     """Return an application that asks for a key; None: for none."""
 
     def admit(scope: Scope) -> None:
-        if scope["path"] in _OPEN_PATHS:
+        if scope["path"] == "/health":
             return
         # Prometheus sends a key from a file as a bearer token.
         bearer = header_of(scope, "authorization").partition("Bearer ")[2]
@@ -100,8 +99,6 @@ def build_app(service: Service) -> FastAPI:
     app = make_app()
 
     @app.get("/health")
-    @app.get("/liveness")
-    @app.get("/readiness")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 

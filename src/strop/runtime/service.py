@@ -135,13 +135,21 @@ class Service:
 
     async def _follow(self, node: Node) -> None:
         """Take a host's facts and reports, until it is lost."""
+        cause = "a mistake in the service; its log says more"
         try:
             while True:
                 for report in await node.host.states(FACTS_EVERY_S):
                     self._take(report)
                 self._take_facts(node, await node.host.facts())
         except HostFailed as error:
-            self.lose_host(node, f"node {node.node_id} on {node.facts.name} is lost: {error}")
+            cause = str(error)
+        except asyncio.CancelledError:
+            # The service ends, and with it the host.
+            cause = ""
+            raise
+        finally:
+            if cause:
+                self.lose_host(node, f"node {node.node_id} on {node.facts.name} is lost: {cause}")
 
     def lose_host(self, node: Node, cause: str) -> None:
         """Drop a host, and end its sandboxes. No-op if it was dropped."""
@@ -271,10 +279,8 @@ class Service:
         before = session.state
         session.enter(state)
         self.counts[f"entered_{state.value}"] += 1
-        if state is State.READY and "ready" not in session.timeline:
-            session.timeline["ready"] = time.time()
         if state is State.READY and before is not State.RESUMING:
-            self.counts["ready_after_s"] += session.timeline["ready"] - session.timeline["queued"]
+            self.counts["ready_after_s"] += time.time() - session.timeline["queued"]
         self._log_session(session, "state", before=before.value, state=state.value)
 
     def end(

@@ -14,7 +14,6 @@ import asyncio
 import hmac
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -66,7 +65,6 @@ class Workspace:
         self.key = key
         self.commands = Commands(sandbox, env, working_dir)
         self.note_use = note_use
-        self._began_at = time.monotonic()
 
     async def connect(self) -> asyncio.Protocol:
         """Return the protocol that serves the next connection."""
@@ -97,8 +95,6 @@ class Workspace:
     def facts(self) -> dict[str, Any]:
         """Return the answer to `/server_info`."""
         return {
-            "uptime": int(time.monotonic() - self._began_at),
-            "idle_time": 0,
             "title": "strop workspace",
             **{f"{part}version": SERVES_VERSION for part in ("", "sdk_", "tools_", "workspace_")},
             "python_version": sys.version,
@@ -155,7 +151,6 @@ class BashOrder(BaseModel):
 
 
 @APP.get("/health")
-@APP.get("/alive")
 async def tell_health() -> dict[str, str]:
     """Answer a probe."""
     return {"status": "ok"}
