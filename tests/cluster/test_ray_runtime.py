@@ -32,7 +32,8 @@ SECRET = "a,b 'c' \"d\"\nnew\\n$HOME"
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from tests.cluster.test_ray_runtime import make_head
+from tests.cluster.test_ray_runtime import launcher_of, make_head
+from tests.fixtures.ray_traces import descendants
 
 async def act():
     head = make_head(Path(sys.argv[1]))[0]
@@ -40,8 +41,14 @@ async def act():
     await head.connect()
     import ray
     hold = ray.remote(num_cpus=0)(lambda: os.getpid())
-    print(head.launcher_pid, ray.get(hold.remote()), flush=True)
-    os.kill(os.getpid(), 9)
+    ray.get(hold.remote())
+    print(*descendants(os.getpid()), flush=True)
+    if sys.argv[2] == "owner":
+        os.kill(os.getpid(), 9)
+    os.kill(launcher_of(head), 9)
+    while head.find_death() is None:
+        await asyncio.sleep(0.1)
+    await head.stop()
 
 asyncio.run(act())
 """
@@ -50,6 +57,11 @@ asyncio.run(act())
 def make_head(work_dir: Path) -> tuple[RayHead, RayNode]:
     node = RayNode.here(os.environ, 1, temp_dir=choose_temp_dir(), logs_dir=work_dir)
     return RayHead(node, 1, work_dir / TOKEN_NAME), node
+
+
+def launcher_of(head: RayHead) -> int:
+    assert head._launcher is not None
+    return head._launcher.pid
 
 
 class EchoRole(RayRole):
@@ -108,11 +120,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         head, node = make_head(work_dir)
         head.launch()
         loop.run_until_complete(head.connect())
-        keeper = head.launcher_pid
-        assert keeper is not None
+        launcher = launcher_of(head)
         handler = signal.getsignal(signal.SIGTERM)
         yield Scene(head, node, work_dir, loop, usual_before)
-        mine = descendants(keeper) | {keeper}
+        mine = descendants(launcher) | {launcher}
         assert len(mine) > 4
         loop.run_until_complete(head.stop())
         loop.run_until_complete(head.stop())
@@ -137,8 +148,7 @@ def test_everything_is_as_it_was_set(scene: Scene) -> None:
 
 
 def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -> None:
-    assert scene.head.launcher_pid is not None
-    mine = descendants(scene.head.launcher_pid)
+    mine = descendants(launcher_of(scene.head))
     ports = [port for port in read_listening_ports() if port.pid in mine]
     assert len(ports) >= 3
     assert {port.host.removeprefix("::ffff:") for port in ports} == {LOOPBACK}
@@ -166,8 +176,7 @@ def test_nodes_that_do_not_join_are_named(scene: Scene) -> None:
 
 
 def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None:
-    keeper = scene.head.launcher_pid
-    assert keeper is not None
+    launcher = launcher_of(scene.head)
 
     async def act() -> None:
         role = scene.start_role("echo")
@@ -176,7 +185,7 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
         # Waiting threads spin for a bounded time.
         assert 0 < int(await role.read.remote("GOMP_SPINCOUNT")) < 300_000
         niceness = os.getpriority(os.PRIO_PROCESS, 0)
-        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in descendants(keeper)} == {niceness}
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in descendants(launcher)} == {niceness}
         watch = DeathWatch(read_nodes, scene.head.find_death)
         watch.start()
         with pytest.raises(EngineError, match="refused by the role"):
@@ -185,7 +194,7 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
 
     scene.loop.run_until_complete(act())
     # Neither value nor name of a secret is in a command line.
-    for pid in descendants(keeper):
+    for pid in descendants(launcher):
         # One may end meanwhile.
         with suppress(OSError):
             assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -231,13 +240,13 @@ def test_a_full_object_store_goes_on_from_disk(scene: Scene) -> None:
     assert [int(ray.get(part)[-1]) for part in parts] == [0, 1, 2]
 
 
-def test_prc_4_a_killed_owner_takes_all_of_ray_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", ["owner", "launcher"])
+def test_prc_4_a_killed_owner_or_launcher_takes_all_of_ray_along(tmp_path: Path, killed: str) -> None:
     before = files_of_nodes()
-    owner = subprocess.run(
-        [sys.executable, "-c", OWNER, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert owner.returncode == -signal.SIGKILL, owner.stderr
-    keeper = int(owner.stdout.split()[0])
-    left = descendants(keeper) | {keeper}
-    wait_until(lambda: not [pid for pid in left | descendants(keeper) if is_alive(pid)], 120.0)
+    words = [sys.executable, "-c", OWNER, str(tmp_path), killed]
+    owner = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert owner.returncode == (-signal.SIGKILL if killed == "owner" else 0), owner.stderr
+    pids = [int(word) for word in owner.stdout.split()]
+    # Ray's agents look for their raylet once in a while.
+    wait_until(lambda: not [pid for one in pids for pid in {one} | descendants(one) if is_alive(pid)], 240.0)
     assert files_of_nodes() <= before

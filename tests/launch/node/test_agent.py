@@ -127,13 +127,6 @@ def test_a_sidecar_ends_with_the_run(project: Path) -> None:
     assert not is_running(marker)
 
 
-def test_a_role_that_cannot_start_is_named_with_its_words(project: Path) -> None:
-    """Incident PRC-5: a worker that ends with 1 before its first line of log."""
-    node = a_node(project, [role("train", "import a_module_that_is_not_there")])
-    assert node.run() == 1
-    assert "No module named 'a_module_that_is_not_there'" in node.end()["cause"]
-
-
 def test_a_program_that_is_missing_is_refused_and_no_other_role_stays(project: Path) -> None:
     marker = f"left-{os.getpid()}"
     waiting = role("train", "import time; time.sleep(600)", marker)

@@ -49,10 +49,7 @@ def main() -> int:
         with metrics.open("a") as file:
             file.write(json.dumps({"step": step, "state": state}) + "\n")
         time.sleep(setting("STEP_S", 0.1))
-        if step == setting("FAIL_AT", -1) and int(os.environ["STROP_NODE"]) == setting("FAIL_NODE", 0):
-            raise RuntimeError("rank 3: the loss is not finite")
         with AtomicDirectory(run / "checkpoints" / f"step-{step:06d}") as partial:
-            time.sleep(setting("SAVE_S", 0.0))
             (partial / "state.json").write_text(json.dumps({"step": step, "state": state}))
             (partial / "weights.bin").write_bytes(b"w" * int(setting("BYTES", 1000)))
         if told:

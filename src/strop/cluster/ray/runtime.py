@@ -27,10 +27,11 @@ from strop.cluster.ray.settings import (
     connect_to,
     disconnect,
     node_resource,
-    ray_variables,
+    ray_environment,
     read_index,
 )
 from strop.errors import CheckRefused, EngineError
+from strop.hardware.leftovers import SHARED_MEMORY, remove_dead
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.io.atomic import explain_write_failure
@@ -76,11 +77,6 @@ class RayHead:
         """A file on this machine's disk: a role that sees it shares that disk."""
         return self._node.logs_dir / "ray.log"
 
-    @property
-    def launcher_pid(self) -> int | None:
-        """Process id of the launcher, None while there is none."""
-        return None if self._launcher is None else self._launcher.pid
-
     def reserve(self, slots: Sequence[RoleSlot]) -> Seats:
         """Return one bundle for each role, on its node. GPUs are unknown to this cluster."""
         return Seats(
@@ -101,9 +97,13 @@ class RayHead:
                 raise explain_write_failure(error, token_path) from error
             self._undo.callback(token_path.unlink, missing_ok=True)
         # This process and its children become clients; set before Ray is imported, which reads these once.
-        self._undo.enter_context(set_variables(ray_variables(host=self._node.host, token_path=token_path)))
+        switches = ray_environment({RAY_TOKEN_PATH: str(token_path)}, self._node.host)
+        self._undo.enter_context(set_variables(switches))
         told = {RAY_ADDRESS: self._node.address, NODE_VARIABLE: "0", NUM_NODES_VARIABLE: str(self._num_nodes)}
         self._launcher = launcher = spawn(self._node.launcher(), self.mark_path, {**os.environ, **told})
+        # A launcher that was killed leaves its directories.
+        for folder in (self._node.temp_dir.parent, SHARED_MEMORY):
+            self._undo.callback(remove_dead, folder)
         self._undo.callback(terminate, launcher, _STOP_GRACE_S)
 
     async def connect(self) -> str:

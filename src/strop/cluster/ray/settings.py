@@ -134,19 +134,15 @@ def read_index(node_name: str) -> int | None:
 
 
 def ray_environment(environ: Mapping[str, str], host: str) -> dict[str, str]:
-    """Return the environment of a node and of all its workers: that of its launcher, and Ray's switches.
+    """Return an environment with Ray's switches, for a node with its workers, and for its clients.
 
-    Workers inherit it unchanged from the node's processes; none of it passes through a command line.
+    The file of the token is in `environ`. Workers inherit it unchanged from the node's processes; none of it
+    passes through a command line.
     """
     kept = {name: value for name, value in environ.items() if not _OWN_VARIABLES.fullmatch(name)}
-    return kept | ray_variables(host=host, token_path=Path(environ[RAY_TOKEN_PATH]))
-
-
-def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
-    """Return Ray's switches, for a node and for its clients."""
-    return {
+    return kept | {
         AUTH_MODE: "token",
-        RAY_TOKEN_PATH: str(token_path),
+        RAY_TOKEN_PATH: environ[RAY_TOKEN_PATH],
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if host == LOOPBACK else "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         # Shut down at once: the loop has saved everything.
