@@ -94,8 +94,8 @@ class GrpoStep:
             num_tokens=sum(len(completion.token_ids) for completion in completions),
             num_positions=report.num_positions,
             num_micro_batches=report.num_micro_batches,
-            drift_mean_nats=float(report.drift_M.mean()),
-            drift_p99_nats=float(np.quantile(report.drift_M, 0.99)),
+            drift_mean_nats=report.drift.mean,
+            drift_p99_nats=report.drift.quantile(0.99),
             loss=report.loss,
             grad_norm=report.grad_norm,
         )

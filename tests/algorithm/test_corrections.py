@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithm.corrections import CORRECTIONS, describe_mismatch, mask_outside
+from strop.algorithm.corrections import CORRECTION_SQUARE, CORRECTIONS, mask_outside, measure_correction
 
 
 def ratios() -> Tensor:
@@ -74,23 +73,18 @@ def test_log_6_no_correction_overflows(name: str, log_ratio: float) -> None:
     assert bool(torch.isfinite(weigh(name, torch.full((1,), log_ratio))).all())
 
 
-def test_mismatch_by_hand() -> None:
-    log_ratio_N = ratios().numpy()
-    # Truncated at 2: [2, 0.4, 2], two of three. (4.4)^2 / (3 x 8.16) = 0.790850
-    truncated = describe_mismatch(log_ratio_N, np.array([2, 0.4, 2]))
-    assert truncated["correction_truncated_frac"] == pytest.approx(2 / 3)
-    assert truncated["correction_masked_frac"] == 0
-    assert truncated["correction_mean"] == pytest.approx(4.4 / 3)
-    assert truncated["effective_sample_frac"] == pytest.approx(0.790850, abs=1e-6)
-    # |log 3| + |log 0.4| + |log 7| = 1.098612 + 0.916291 + 1.945910
-    assert truncated["mismatch_mean_nats"] == pytest.approx(3.960813 / 3, abs=1e-6)
-    # Masked above 2: one token carries all, 0.16 / (3 x 0.16)
-    masked = describe_mismatch(log_ratio_N, np.array([0, 0.4, 0]))
-    assert masked["correction_masked_frac"] == pytest.approx(2 / 3)
-    assert masked["correction_truncated_frac"] == 0
-    assert masked["effective_sample_frac"] == pytest.approx(1 / 3)
-
-
-def test_mismatch_of_nothing_is_zero() -> None:
-    assert set(describe_mismatch(np.zeros(0), np.zeros(0)).values()) == {0.0}
-    assert describe_mismatch(np.ones(1), np.zeros(1))["effective_sample_frac"] == 0.0
+def test_what_corrections_do_by_hand() -> None:
+    # Truncated at 2: [2, 0.4, 2], two of three. Mean 4.4 / 3, mean square 8.16 / 3.
+    truncated = measure_correction(ratios(), torch.tensor([2.0, 0.4, 2.0]).double())
+    assert {name: float(values.mean()) for name, values in truncated.items()} == pytest.approx(
+        {
+            "correction_mean": 4.4 / 3,
+            CORRECTION_SQUARE: 8.16 / 3,
+            "correction_truncated_frac": 2 / 3,
+            "correction_masked_frac": 0.0,
+        }
+    )
+    # Masked above 2: one token carries all.
+    masked = measure_correction(ratios(), torch.tensor([0.0, 0.4, 0.0]).double())
+    assert masked["correction_masked_frac"].tolist() == [1, 0, 1]
+    assert masked["correction_truncated_frac"].tolist() == [0, 0, 0]

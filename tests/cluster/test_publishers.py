@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,67 +53,49 @@ def change(learner: Learner, version: int) -> None:
     learner.version = version
 
 
-def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_first(
+async def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_first(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    local = LocalLearner(make_learner(tiny_model_dir))
-    offered: list[tuple[str, str, int]] = []
-
-    class OnGpu:
-        """The learner, as on a GPU; what it offers is noted."""
-
-        version, device = 0, "cuda"
-        write_weights = local.write_weights
-
-        async def offer_weights(self, wire: str, host: str, num_receivers: int) -> tuple[str, str]:
-            offered.append((wire, host, num_receivers))
-            return f"{wire}://{host}:1/v1", "sum64:1"
+    learner = make_learner(tiny_model_dir)
+    local, sender = LocalLearner(learner), Sender()
+    local.facts = replace(local.facts, device="cuda")
+    learner.sender = sender  # type: ignore[assignment]
 
     def build(**sections: Any) -> Any:
-        return open_publisher(
-            settle_layout(tiny_spec(**sections)),
-            OnGpu(),  # type: ignore[arg-type]
-            tmp_path,
-            lambda: None,
-            host="127.0.0.1",
-        )
+        layout = settle_layout(tiny_spec(**sections))
+        return open_publisher(layout, local, tmp_path, lambda: None, host="127.0.0.1")
 
     apart = build(job={"train_gpus": 1, "infer_gpus": 2})
-    first, second = asyncio.run(apart.publish()), asyncio.run(apart.publish())
-    assert (first.transport, first.digest) == ("file", weights_digest(local.local.model))
-    assert (second.transport, second.path, second.digest) == ("broadcast", "nccl://127.0.0.1:1/v1", "sum64:1")
-    asyncio.run(apart.close())
+    first, second = await apart.publish(), await apart.publish()
+    assert (first.transport, first.digest) == ("file", weights_digest(learner.model))
+    assert (second.transport, second.path) == ("broadcast", "nccl://there/v000000-0")
+    assert second.digest == device_digest(learner.compute_copies())
+    await apart.close()
     shared = build(job={"gpus": 2})
     for _ in range(2):
-        asyncio.run(shared.publish())
-    assert offered == [("nccl", "127.0.0.1", 2), ("ipc", "127.0.0.1", 2)]
+        await shared.publish()
+    # The next call waits until the weights are sent.
+    await local.call(sender.note)
+    assert sender.order == [("nccl", "v000000-0", 2), ("ipc", "v000000-0", 2), "next"]
     assert isinstance(build(job={"gpus": 2}, lora={"rank": 4}), FilePublisher)
     assert isinstance(build(placement={"kind": "ray"}), FilePublisher)
 
 
-async def test_a_step_waits_until_weights_are_sent(tiny_model_dir: Path) -> None:
-    learner = LocalLearner(make_learner(tiny_model_dir))
-    order: list[str] = []
+class Sender:
+    """Sends, after a while."""
 
-    class Slow:
-        """Sends, after a while."""
+    def __init__(self) -> None:
+        self.order: list[object] = []
 
-        def address(self, wire: str, name: str) -> str:
-            return f"{wire}://there/{name}"
+    def address(self, wire: str, name: str) -> str:
+        return f"{wire}://there/{name}"
 
-        def send(self, *arguments: object) -> int:
-            time.sleep(0.3)
-            order.append("sent")
-            return 1
+    def send(self, wire: str, name: str, tensors: object, num_receivers: int) -> None:
+        time.sleep(0.3)
+        self.order.append((wire, name, num_receivers))
 
-    learner._sender = Slow()  # type: ignore[assignment]
-    offer = await learner.offer_weights("nccl", "127.0.0.1", 1)
-    order.append("offered")
-    await learner.digest_tensors()
-    order.append("digested")
-    address, digest = offer
-    assert (address, digest) == ("nccl://there/v000000-0", device_digest(learner.local.compute_copies()))
-    assert order == ["offered", "sent", "digested"]
+    def note(self, learner: Learner) -> None:
+        self.order.append("next")
 
 
 def test_memory_is_used_where_it_has_room_and_given_back(tiny_model_dir: Path) -> None:
@@ -164,41 +144,6 @@ async def test_a_file_that_is_not_what_was_published_leaves_the_old_weights(
         await engine.update(replace(update, digest=promised or update.digest))
     await engine.close()
     assert weights_digest(model) == before
-
-
-# The learner in the loop's process: where its work is done, and what the loop may do meanwhile.
-
-
-class Recorder:
-    """Stands for a learner: notes which thread calls it."""
-
-    version = 0
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-
-    def step_terms(self, terms: Any, plan: Any) -> Any:
-        self.threads.append(threading.get_ident())
-        return SimpleNamespace()
-
-    def save_state(self, target: Path) -> None:
-        self.threads.append(threading.get_ident())
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-async def test_all_work_is_done_in_one_thread(is_async: bool, tmp_path: Path) -> None:
-    """Each further thread would keep an OpenMP team and the memory that it freed."""
-    local = Recorder()
-    learner = LocalLearner(local, is_async=is_async)  # type: ignore[arg-type]
-    assert learner.is_async == is_async
-    for _ in range(5):
-        # Others use threads meanwhile, as publications do.
-        others = [asyncio.to_thread(threading.Event().wait, 0.01) for _ in range(3)]
-        await asyncio.gather(learner.step_terms([]), *others)
-    await learner.save_state(tmp_path)
-    assert len(local.threads) == 6
-    assert len(set(local.threads)) == 1
-    assert (local.threads[0] != threading.get_ident()) == is_async
 
 
 def test_a_publication_names_version_digest_and_file(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 
 from strop.cluster import Roles
 from strop.cluster.contract import with_frozen
-from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
+from strop.cluster.ray.ranks import RayLearner
 from strop.cluster.ray.runtime import read_nodes
 from strop.engine.pool import EnginePool, ReplicaCause, ReplicaEvent
 from strop.errors import CorruptRecord, EngineError, EngineLost
@@ -39,6 +39,7 @@ from strop.hardware.ports import (
 )
 from strop.hardware.process import spawn, terminate
 from strop.io.endpoints import ENDPOINTS_VARIABLE, write_secret
+from strop.policy.learner import Learner
 from strop.record import RunDir
 from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
 from strop.rollout import Group, Split
@@ -216,9 +217,10 @@ def test_the_state_of_a_rank_with_another_disk_is_sent_to_the_run_and_back(
     here, sent, again = (tmp_path / name for name in ("here", "sent", "again"))
     for path in (here, sent, again):
         path.mkdir()
-    staged = set(Path(tempfile.gettempdir()).glob("strop-state-*"))
     scene.loop.run_until_complete(learner.save_state(here))
-    learner._apart = {1: 1}
+    facts = learner.facts
+    learner.facts = replace(facts, sees_run=False)
+    scene.loop.run_until_complete(learner.call(see, ranks={0}))
     try:
         scene.loop.run_until_complete(learner.save_state(sent))
         # Both ranks' tensors and the counters, bit for bit what two ranks write to one disk.
@@ -231,8 +233,13 @@ def test_the_state_of_a_rank_with_another_disk_is_sent_to_the_run_and_back(
         with pytest.raises(CorruptRecord, match="cannot be restored"):
             scene.loop.run_until_complete(learner.load_state(sent))
     finally:
-        learner._apart = {}
-    assert set(Path(tempfile.gettempdir()).glob("strop-state-*")) <= staged
+        learner.facts = facts
+        scene.loop.run_until_complete(learner.call(see, ranks={0, 1}))
+
+
+def see(learner: Learner, ranks: set[int]) -> None:
+    """Let some ranks see the run's disk, and no other."""
+    learner.sees_run = learner.ranks.index in ranks
 
 
 def read_files(path: Path) -> dict[str, bytes]:
@@ -274,7 +281,7 @@ def test_a_node_that_somebody_adds_may_be_used_and_lost(scene: Scene, tmp_path: 
     async def act() -> None:
         # Longer than nodes are looked at.
         await asyncio.sleep(2.0)
-        await scene.roles.learner.score([], 1.0)
+        await scene.roles.policy.score([], 1.0)
 
     scene.loop.run_until_complete(act())
     assert read_nodes() == before
@@ -283,7 +290,7 @@ def test_a_node_that_somebody_adds_may_be_used_and_lost(scene: Scene, tmp_path: 
 async def ask_for_ever(roles: Roles) -> None:
     """Ask a role that lives: its answers are worth nothing once another role of the run is gone."""
     while True:
-        await roles.learner.score([], 1.0)
+        await roles.policy.score([], 1.0)
         await asyncio.sleep(0.1)
 
 

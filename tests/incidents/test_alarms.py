@@ -30,7 +30,7 @@ from strop.train.watch.trends import NUM_STOP
 from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer
 from tests.fixtures.evaluating import evaluate_task
 from tests.fixtures.spell import SpellTask
-from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
+from tests.fixtures.tiny_run import Composition, Notes, learner_of, new_run, tiny_spec
 
 ACCEPT = {
     "accept": "weights: a random model for a test; audit: it is paid for little; parity: said by a script"
@@ -288,15 +288,16 @@ def test_cfg_4_a_loss_that_was_zeroed_out_is_named_in_its_first_step(
     """Incident: tests of losses looked at shapes alone, and forked loops lost what they were for."""
 
     def zero_out(roles: Roles) -> Roles:
-        step_terms = roles.learner.step_terms
+        learner = learner_of(roles)
+        step_terms = learner.step_terms
 
-        async def step(terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
-            return await step_terms(
+        def step(terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
+            return step_terms(
                 [replace(term, token_terms=nothing) for term in terms if isinstance(term, LossTerm)], plan
             )
 
         if is_zeroed:
-            roles.learner.step_terms = step  # type: ignore[method-assign]
+            learner.step_terms = step  # type: ignore[method-assign]
         return roles
 
     made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path))

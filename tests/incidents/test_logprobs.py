@@ -19,7 +19,7 @@ from strop.engine.native import NativeEngine
 from strop.errors import CheckRefused
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
-from strop.policy.optimizer import LocalMasters
+from strop.policy.optimizer import Masters
 from strop.policy.packing import PackedGroup
 from strop.rollout import FailureOwner, Group, Outcome, Sampling
 from strop.spec.train import OptimizerSpec, TripwireSpec
@@ -123,8 +123,10 @@ def test_log_3_a_kernel_that_depends_on_the_trainers_micro_batch_is_refused(
         learner = learner_of(roles)
         score = learner.score
 
-        def score_packed(groups: Sequence[PackedGroup], temperature: float) -> list[Any]:
-            found = score(groups, temperature)
+        def score_packed(
+            groups: Sequence[PackedGroup], temperature: float, role: str | None = None
+        ) -> list[Any]:
+            found = score(groups, temperature, role)
             if len(groups) == 1:
                 return found
             return [values + np.float32(0.2 * (-1) ** index) for index, values in enumerate(found)]
@@ -229,7 +231,7 @@ def test_log_4_a_missing_value_masks_the_rollout(
     assert lost.outcome.metrics["num_refills"] == 2.0
 
 
-class Bf16Masters(LocalMasters):
+class Bf16Masters(Masters):
     """The fault: the compute copies are their own masters."""
 
     def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
@@ -246,7 +248,7 @@ def test_log_5_updates_that_vanish_in_16_bits_raise_an_alarm(bf16_dir: Path) -> 
     algorithm = ALGORITHMS["grpo"]
     batch = build_batch(algorithm, ragged_groups(), REPLY_LIMIT)
     seen, copies = {}, {}
-    for kind in (LocalMasters, Bf16Masters):
+    for kind in (Masters, Bf16Masters):
         model = load_model(bf16_dir, "bfloat16")
         learner = Learner(model, OptimizerSpec(lr=1e-6), masters=kind(model))
         report = learner.step(batch.groups, temperature=1.0, token_terms=algorithm)
@@ -254,5 +256,5 @@ def test_log_5_updates_that_vanish_in_16_bits_raise_an_alarm(bf16_dir: Path) -> 
         quiet = TripwireSpec(max_drift_nats=None)
         seen[kind.__name__] = [alarm.cause for alarm in find_alarms(quiet, 1, metrics)]
         copies[kind.__name__] = report.changed_frac
-    assert seen == {"LocalMasters": [], "Bf16Masters": ["vanishing_updates"]}
+    assert seen == {"Masters": [], "Bf16Masters": ["vanishing_updates"]}
     assert max(copies.values()) < 0.05

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from strop.algorithm.offline import Divergence
 from strop.errors import ConfigError
 from strop.policy.distilling import DistillTerm
-from strop.policy.learner import Learner
+from strop.policy.learner import TEACHER, Learner
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import FrozenModel
 from tests.policy.worlds import Gradients, World, build_learner, load_model, make_model, relative_error
@@ -44,7 +44,7 @@ def term_of(rule: Divergence, groups: list[PackedGroup]) -> DistillTerm:
 
 def taught(student_dir: Path, teacher_dir: Path, max_positions: int | None = None) -> Learner:
     learner = build_learner(student_dir, max_positions=max_positions, max_grad_norm=1e9)
-    learner.teacher = FrozenModel(load_model(teacher_dir))
+    learner.frozen[TEACHER] = FrozenModel(load_model(teacher_dir))
     return learner
 
 
@@ -84,7 +84,7 @@ def test_the_packed_gradient_is_the_naive_one(
     assert relative_error(learner.term_gradients(term_of(rule, groups)), expected) <= 1e-4
     report = learner.step_terms([term_of(rule, groups)])
     assert report.loss == pytest.approx(loss, rel=1e-5)
-    assert len(report.drift_M) == 11
+    assert report.drift.num_values == 11
 
 
 def test_a_teacher_may_read_more_than_the_policy(student_dir: Path, teacher_dir: Path) -> None:

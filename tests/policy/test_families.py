@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.engine.contract import check_room
@@ -19,6 +22,7 @@ from strop.policy.families import Layout, read_max_positions, why_alone
 from strop.policy.footprint import read_model_size
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
+from strop.policy.proof import judge, shorten_config
 from strop.policy.scoring import score_groups
 from strop.policy.weights import load_published, own_tensors, publish_tensors
 from strop.spec.model import LoraSpec
@@ -73,6 +77,34 @@ def test_what_cannot_be_packed_is_run_sequence_by_sequence(
     verdict = measure_family(family_model(tmp_path, family, **changes))
     assert verdict.run == "alone"
     assert verdict.is_exact(), verdict
+
+
+BOTH = {**PACKED, **ALONE}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "changes"), BOTH.values(), ids=list(BOTH))
+def test_a_small_model_of_its_config_shows_how_a_whole_one_is_run(
+    tmp_path: Path, family: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Ranks of a learner learn it so: none of them holds a whole model."""
+    path = family_model(tmp_path, family, **changes)
+    whole = load(path, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        shape, form, implementation = judge(path, dtype)
+    assert replace(shape, num_layers=4, vocab_size=whole.shape.vocab_size) == whole.shape
+    assert form == whole.form
+    assert implementation == whole.module.config.get_text_config()._attn_implementation
+
+
+def test_the_small_model_has_a_layer_of_each_kind_and_few_words() -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=30, layer_types=kinds * 5)
+    short = shorten_config(deepcopy(config))
+    assert (short.num_hidden_layers, short.layer_types) == (6, kinds)
+    assert short.vocab_size == 1024 < config.vocab_size
+    assert shorten_config(AutoConfig.for_model("llama", num_hidden_layers=80)).num_hidden_layers == 2
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "phi", "deepseek_v3", "mamba2", "qwen3_next"])

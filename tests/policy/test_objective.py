@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from strop.algorithm import ALGORITHMS, Algorithm
-from strop.algorithm.corrections import CORRECTIONS
+from strop.algorithm.corrections import CORRECTION_SQUARE, CORRECTIONS
 from strop.algorithm.losses import KlPenalty
 from strop.errors import UnfitRecord
 from strop.policy.learner import LossTerm
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms
-from strop.policy.packing import PackedGroup, split_by_budget, with_logprobs
+from strop.policy.packing import PackedGroup, with_logprobs
 from strop.train.batch import build_batch
 from strop.train.step import rl_term
 from tests.policy.worlds import (
@@ -98,17 +98,19 @@ def test_the_corrections_of_a_step_are_reported(model_dir: Path) -> None:
     term = term_of(algorithm)
     for max_positions in (None, 9):
         report = build_learner(model_dir, max_positions=max_positions).step_terms([term])
-        assert len(report.correction_M) == len(report.log_ratio_M) == len(report.drift_M)
-        expected = np.minimum(np.exp(np.clip(report.log_ratio_M, -20, 20)), 2.0)
-        np.testing.assert_allclose(report.correction_M, expected, rtol=1e-5)
-        np.testing.assert_allclose(np.abs(report.log_ratio_M), report.drift_M, rtol=1e-5)
-
-
-def test_a_group_may_be_kept_whole() -> None:
-    groups = [World(seed).packed(3, [4, 6]) for seed in range(3)]
-    assert len(list(split_by_budget(groups, 5))) == 6
-    kept = list(split_by_budget(groups, 5, keeps_groups=True))
-    assert [[len(group.replies) for group in batch] for batch in kept] == [[2], [2], [2]]
+        learner = build_learner(model_dir)
+        gaps = [
+            found - reply.engine_logprobs
+            for found, reply in zip(
+                learner.score(term.groups, 1.0), (r for g in term.groups for r in g.replies), strict=True
+            )
+        ]
+        correction_M = np.minimum(np.exp(np.concatenate(gaps)), 2.0)
+        assert report.totals["correction_mean"].count == report.drift.num_values == len(correction_M)
+        assert report.totals["correction_mean"].mean == pytest.approx(correction_M.mean(), rel=1e-4)
+        square = report.totals[CORRECTION_SQUARE].mean
+        assert square == pytest.approx(np.square(correction_M).mean(), rel=1e-4)
+        assert report.drift.max == pytest.approx(np.abs(np.concatenate(gaps)).max(), rel=1e-4)
 
 
 def test_tok_2_a_side_stream_keeps_its_length_whatever_its_tokens_are() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithm import ALGORITHMS, build_algorithm
+from strop.algorithm.corrections import CORRECTION_SQUARE
 from strop.errors import DataError
-from strop.policy.optimizer import StepReport, Total
+from strop.policy.optimizer import Histogram, StepReport, Total
 from strop.rollout import Example, FailureOwner, Group, Outcome, Rollout, Turn, make_example
 from strop.spec import AlgorithmSpec
 from strop.train.batch import ExampleSchedule, build_batch
@@ -129,7 +131,7 @@ def report(drift: list[float]) -> StepReport:
         lr=1e-5,
         changed_frac=0.25,
         master_changed_frac=None,
-        drift_M=np.array(drift, dtype=np.float32),
+        drift=Histogram.of([torch.tensor(drift)]),
         num_positions=40,
         num_micro_batches=2,
     )
@@ -149,7 +151,7 @@ def test_the_numbers_of_several_optimizer_steps_by_hand() -> None:
     first = replace(
         report([0.25, 0.75]),
         update_ratio=1e-3,
-        ratio_M=np.array([1.0, 1.0], dtype=np.float32),
+        log_ratio=Histogram.of([torch.tensor([1.0, 1.0]).log()]),
         totals={"approx_kl_nats": Total(sum=0.0, count=2), "clip_high_frac": Total(sum=0.0, count=2)},
     )
     second = replace(
@@ -160,8 +162,14 @@ def test_the_numbers_of_several_optimizer_steps_by_hand() -> None:
         changed_frac=0.75,
         master_changed_frac=0.5,
         update_ratio=3e-3,
-        ratio_M=np.array([0.5, 1.5, 2.0], dtype=np.float32),
-        totals={"approx_kl_nats": Total(sum=0.6, count=3), "clip_high_frac": Total(sum=2.0, count=3)},
+        log_ratio=Histogram.of([torch.tensor([0.5, 1.5, 2.0]).log()]),
+        totals={
+            "approx_kl_nats": Total(sum=0.6, count=3),
+            "clip_high_frac": Total(sum=2.0, count=3),
+            # Corrections of 2, 0.4 and 2: 4.4^2 / (3 x 8.16).
+            "correction_mean": Total(sum=4.4, count=3),
+            CORRECTION_SQUARE: Total(sum=8.16, count=3),
+        },
     )
     found = measure_update(Update(steps=(first, second), num_refused=2))
     assert found["num_optimizer_steps"] == 2.0
@@ -174,10 +182,13 @@ def test_the_numbers_of_several_optimizer_steps_by_hand() -> None:
     # 0.6 over 5 tokens and 2 of 5, not the means of 0 and 0.2, or of 0 and 2 thirds.
     assert found["approx_kl_nats"] == pytest.approx(0.12)
     assert found["clip_high_frac"] == pytest.approx(0.4)
+    assert found["effective_sample_frac"] == pytest.approx(0.790850, abs=1e-6)
+    assert CORRECTION_SQUARE not in found
     # Of all ratios [0.5, 1, 1, 1.5, 2] the middle; the ends lie at 0.04 and 3.96 of the way through them.
+    # Logarithms are exact to 9 %.
     assert found["ratio_p50"] == pytest.approx(1.0)
-    assert found["ratio_p01"] == pytest.approx(0.52)
-    assert found["ratio_p99"] == pytest.approx(1.98)
+    assert found["ratio_p01"] == pytest.approx(0.52, rel=0.02)
+    assert found["ratio_p99"] == pytest.approx(1.98, rel=0.02)
     # Engine against trainer: of the first step, before anything has moved.
     assert (found["drift_mean_nats"], found["drift_max_nats"]) == (0.5, 0.75)
     nothing = measure_update(Update(num_refused=4))

@@ -344,8 +344,7 @@ def test_a_frozen_model_is_that_of_its_files_too(tmp_path: Path, tiny_model_dir:
     check = tensors_of(gate)
     assert check.is_passed
     assert check.detail.endswith(f"20 tensors of the {role} are those of {other}")
-    learner: Any = gate.roles.learner
-    make_anew(learner._frozen[role].model, LAYER)
+    make_anew(learner_of(gate.roles).frozen[role].model, LAYER)
     check = tensors_of(gate)
     assert not check.is_passed
     assert f"1 of 20 tensors of the {role} are not those of {other}: {LAYER}" in check.detail
@@ -427,13 +426,14 @@ def test_text_begins_as_the_models_tokenizer_begins_it(tmp_path: Path) -> None:
     assert Tokenizer.load(path).start_ids.tolist() == [261]
     asked: list[list[int]] = []
     gate = gate_of(path)
-    score = gate.roles.learner.score
+    learner = learner_of(gate.roles)
+    score = learner.score
 
-    async def note(groups: Any, temperature: float) -> Any:
+    def note(groups: Any, temperature: float, role: str | None = None) -> Any:
         asked.extend(group.prompt_ids.tolist() for group in groups)
-        return await score(groups, temperature)
+        return score(groups, temperature, role)
 
-    gate.roles.learner.score = note  # type: ignore[method-assign]
+    learner.score = note  # type: ignore[method-assign]
     asyncio.run(check_weights(gate))
     assert asked == [[261]]
 

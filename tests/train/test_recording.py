@@ -20,7 +20,7 @@ from strop.environments import RolloutPlan, choose_environment, run_group
 from strop.environments.worlds import BuiltInWorld
 from strop.errors import Interrupted
 from strop.hardware.busy_clock import BusyClock
-from strop.policy.learner import LossTerm, Term
+from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.optimizer import StepPlan, StepReport
 from strop.record.rollouts import StoredRollout
 from strop.record.rows import list_rows, read_row
@@ -45,17 +45,15 @@ Told = dict[tuple[bytes, bytes], set[bytes]]
 
 
 class Overheard:
-    """A learner that keeps what it is given of each step."""
+    """Keeps what a learner is given of each step."""
 
-    def __init__(self, learner: Any) -> None:
-        self._learner = learner
+    def __init__(self, learner: Learner) -> None:
+        self._step_terms = learner.step_terms
+        learner.step_terms = self.step_terms  # type: ignore[method-assign]
         self.told: list[Told] = []
         self.num_tokens: list[int] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._learner, name)
-
-    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
+    def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
         told: Told = defaultdict(set)
         num_tokens = 0
         (term,) = terms
@@ -74,17 +72,16 @@ class Overheard:
                 num_tokens += int(is_scored.sum())
         self.told.append(dict(told))
         self.num_tokens.append(num_tokens)
-        report: StepReport = await self._learner.step_terms(terms, plan)
-        return report
+        return self._step_terms(terms, plan)
 
 
 def overhear(made: Composition) -> Overheard:
-    """Run, and return the learner with what it was given."""
+    """Run, and return what the learner was given."""
     kept: list[Overheard] = []
 
     def change(roles: Roles) -> Roles:
-        kept.append(Overheard(roles.learner))
-        return replace(roles, learner=kept[0])
+        kept.append(Overheard(learner_of(roles)))
+        return roles
 
     made.run(change)
     return kept[0]

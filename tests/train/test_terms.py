@@ -99,7 +99,7 @@ def test_the_packed_gradient_is_the_padded_one(tmp_path: Path, max_positions: in
     assert report.loss == pytest.approx(loss, rel=1e-5)
     assert report.num_micro_batches == 1 if max_positions is None else report.num_micro_batches > 2
     # Nobody sampled these tokens, so nothing can drift.
-    assert len(report.drift_M) == 0
+    assert report.drift.num_values == 0
 
 
 def test_a_shared_prompt_is_held_once() -> None:

@@ -23,7 +23,7 @@ from strop.algorithm.advantages import (
     leave_one_out,
     standardize,
 )
-from strop.algorithm.corrections import NO_CORRECTION, Correction
+from strop.algorithm.corrections import NO_CORRECTION, Correction, measure_correction
 from strop.algorithm.losses import (
     CISPO,
     CLIPPED,
@@ -187,14 +187,13 @@ class Algorithm:
         terms = TokenTerms(
             loss_N=correction_N * loss_N,
             grad_N=correction_N * grad_N,
-            correction_N=correction_N,
-            log_ratio_N=log_ratio_N,
+            means=measure_correction(log_ratio_N, correction_N),
         )
         if old_logp_N is None:
             return terms
         # Estimates KL(old || new) from samples of the old policy; never below 0.
         moved_N = clamp_log_ratio(current_N - old_logp_N)
-        means = {APPROX_KL: moved_N.expm1() - moved_N}
+        means = {**terms.means, APPROX_KL: moved_N.expm1() - moved_N}
         if self.loss.bounded is not None:
             is_low_N, is_high_N = self.loss.bounded(*inputs)
             means |= {"clip_low_frac": is_low_N.float(), "clip_high_frac": is_high_N.float()}

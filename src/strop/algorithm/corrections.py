@@ -19,15 +19,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from strop.algorithm.losses import MAX_LOG_RATIO_NATS, clamp_log_ratio, mean_over, sum_over
+from strop.algorithm.losses import clamp_log_ratio, mean_over, sum_over
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ICEPOP_FLOOR = 0.5
+CORRECTION_SQUARE = "correction_square"
+"""Name of the mean square of the corrections."""
 
 
 class WeighFn(Protocol):
@@ -111,39 +110,18 @@ CORRECTIONS: Mapping[str, Correction] = {
 }
 
 
-_MISMATCH_NAMES = (
-    "mismatch_mean_nats",
-    "mismatch_p99_nats",
-    "correction_mean",
-    "correction_truncated_frac",
-    "correction_masked_frac",
-    "effective_sample_frac",
-)
+def measure_correction(log_ratio_N: Tensor, correction_N: Tensor) -> dict[str, Tensor]:
+    """Return metrics by name, each a mean over tokens: corrections, squares, what is truncated or masked.
 
-
-def describe_mismatch(
-    log_ratio_N: NDArray[np.floating], correction_N: NDArray[np.floating]
-) -> dict[str, float]:
-    """Summarise the distance of engine and trainer over one batch.
-
-    Shapes: N in, named numbers out; all 0 for an empty batch.
-    Units: `_nats` for log-ratios, `_frac` in [0, 1]. `effective_sample_frac` is (sum c)^2 / (n sum
-        c^2): 1 when all corrections are equal, near 0 when one token carries the batch.
+    Shapes: all (N,). Units: `_frac` is 0 or 1.
     """
-    if len(log_ratio_N) == 0:
-        return dict.fromkeys(_MISMATCH_NAMES, 0.0)
-    distance_nats = np.abs(log_ratio_N)
-    ratio_N = np.exp(np.clip(log_ratio_N, -MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS))
+    ratio_N = clamp_log_ratio(log_ratio_N).exp()
     is_masked_N = correction_N == 0.0
     # A relative margin of 1e-5: the weights come out of float32 arithmetic.
     is_truncated_N = ~is_masked_N & (correction_N < ratio_N * (1.0 - 1e-5))
-    square_sum = float(np.sum(correction_N**2))
-    values = (
-        np.mean(distance_nats),
-        np.quantile(distance_nats, 0.99),
-        np.mean(correction_N),
-        np.mean(is_truncated_N),
-        np.mean(is_masked_N),
-        np.sum(correction_N) ** 2 / (len(correction_N) * square_sum) if square_sum > 0.0 else 0.0,
-    )
-    return {name: float(value) for name, value in zip(_MISMATCH_NAMES, values, strict=True)}
+    return {
+        "correction_mean": correction_N,
+        CORRECTION_SQUARE: correction_N.square(),
+        "correction_truncated_frac": is_truncated_N.float(),
+        "correction_masked_frac": is_masked_N.float(),
+    }

@@ -6,134 +6,156 @@ states never cross processes.
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from strop.engine.contract import Engine, WeightUpdate
 from strop.errors import ConfigError
+from strop.io.atomic import explain_write_failure
 from strop.rollout import FloatArray, Group
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from strop.environments import RolloutPlan
     from strop.hardware.busy_clock import BusyClock
-    from strop.policy.device_wires import Wire
     from strop.policy.language_model import ModelShape
-    from strop.policy.learner import Term
-    from strop.policy.optimizer import StepPlan, StepReport
+    from strop.policy.learner import Learner
     from strop.policy.packing import PackedGroup
     from strop.spec.run import RunSpec
     from strop.store import ModelHandle
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class LearnerRole(Protocol):
-    """The trained policy, on any ranks."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerFacts:
+    """Facts about a learner, or one rank of it, that never change."""
+
+    shape: ModelShape
+    device: str
+    """Kind of its device: 'cpu' or 'cuda'."""
+    recomputes: bool
+    """Whether it recomputes activations instead of keeping them."""
+    sees_run: bool = True
+    """Whether it sees the disk of the run's process."""
+
+    @classmethod
+    def of(cls, learner: Learner) -> LearnerFacts:
+        """Read the facts of a learner."""
+        model, sees_run = learner.model, learner.sees_run
+        return cls(
+            shape=model.shape, device=model.device.type, recomputes=model.recomputes, sees_run=sees_run
+        )
+
+
+class LearnerRole(ABC):
+    """The trained policy: one `Learner`, in this process or as an actor on every rank.
+
+    A method of `Learner` is called by itself: `await role.call(Learner.export, target, tokenizer_dir)`.
+    """
+
+    def __init__(self, facts: LearnerFacts, *, is_async: bool) -> None:
+        self.facts = facts
+        self.is_async = is_async
+        """Whether the event loop runs during a call."""
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """Batches that have moved the weights."""
-        ...
 
     @property
     def shape(self) -> ModelShape:
         """The sizes of the model."""
-        ...
+        return self.facts.shape
 
-    @property
-    def device(self) -> str:
-        """Kind of its device: 'cpu' or 'cuda'."""
-        ...
+    async def call(
+        self, method: Callable[Concatenate[Learner, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a method of `Learner`, or a function of one, on every rank; return what the first one returns.
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether it recomputes activations instead of keeping them."""
-        ...
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the event loop runs during a step."""
-        ...
-
-    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
-        """Take one optimizer step over the complete batches of all terms. See `Learner.step_terms`.
-
-        Raises: LearnerError if the loss or gradient is not finite; weights and moments stay.
+        One call runs at a time. Raises: what the method raises; EngineLost if a rank ended.
         """
-        ...
+        return (await self.call_all(method, *args, **kwargs))[0]
 
-    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
-        ...
+    @abstractmethod
+    async def call_all(
+        self, method: Callable[Concatenate[Learner, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Call like `call`; return what every rank returns."""
 
-    async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
-        """Return type, shape and SHA-256 of each tensor by name, without adapters.
-
-        `role`: of this frozen model; None: of the policy.
-        """
-        ...
-
-    async def add_frozen(self, role: str, source: ModelHandle) -> Scorer:
-        """Load a frozen model beside the policy, on its devices and in its type.
-
-        `role` is "reference" or "teacher"; distillation compares with the teacher.
-        Raises: ConfigError if it cannot be loaded or has another vocabulary.
-        """
-        ...
-
-    async def write_weights(self, path: Path) -> str:
-        """Write the compute copies to one safetensors file. Returns their digest.
-
-        Raises: StoreError if the file cannot be written.
-        """
-        ...
-
-    async def offer_weights(self, wire: Wire, host: str, num_receivers: int) -> tuple[str, str]:
-        """Begin to send the compute copies from device to device; return their address and digest at once.
-
-        The learner's next call waits until they are sent. See `strop.policy.device_wires`.
-        Raises: StoreError if `host` is no address of this machine.
-        """
-        ...
-
-    async def weights_digest(self) -> str:
-        """Return the digest of the compute copies, adapters merged, the same as from `write_weights`."""
-        ...
-
-    async def write_adapter(self, target: Path) -> str:
-        """Write the trained adapters in peft's form. Returns the digest of their tensors.
-
-        Raises: StoreError if a file cannot be written.
-        """
-        ...
-
-    async def export(self, target: Path, tokenizer_dir: Path) -> str:
-        """Write a Hugging Face model directory. Returns the digest of its tensors, that of `weights_digest`.
-
-        Raises: StoreError if it is not the live policy.
-        """
-        ...
+    @abstractmethod
+    async def begin(
+        self, method: Callable[Concatenate[Learner, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Begin to call like `call`, and return at once. The next call waits for its end."""
 
     async def save_state(self, target: Path) -> None:
-        """Write masters, moments and counters into an existing directory."""
-        ...
+        """Write masters, moments and counters into an existing directory. Raises: StoreError."""
+        for files in await self.call_all(save_part, target):
+            for name, content in files.items():
+                try:
+                    await asyncio.to_thread((target / name).write_bytes, content)
+                except OSError as error:
+                    raise explain_write_failure(error, target) from error
 
     async def load_state(self, source: Path) -> None:
         """Restore the files of `save_state`. Raises: CorruptRecord if a part is missing or does not fit."""
-        ...
+        files = {} if self.facts.sees_run else await asyncio.to_thread(_read_files, source)
+        await self.call(load_part, source, files)
 
 
-class Scorer(Protocol):
-    """A frozen model that scores replies."""
+def save_part(learner: Learner, target: Path) -> dict[str, bytes]:
+    """Write a learner's state; return nothing, or the files by name if it does not see the run's disk."""
+    if learner.sees_run:
+        learner.save_state(target)
+        return {}
+    with TemporaryDirectory() as place:
+        learner.save_state(Path(place))
+        return _read_files(Path(place))
+
+
+def load_part(learner: Learner, source: Path, files: Mapping[str, bytes]) -> None:
+    """Restore a learner's state, from the files by name if it does not see the run's disk."""
+    if learner.sees_run:
+        learner.load_state(source)
+        return
+    with TemporaryDirectory() as place:
+        for name, content in files.items():
+            (Path(place) / name).write_bytes(content)
+        learner.load_state(Path(place))
+
+
+def _read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def call_method(learner: Learner, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a method as the learner's own class has it, or a function of a learner."""
+    own: Callable[..., T] | None = getattr(learner, method.__name__, None)
+    return method(learner, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The policy, or the frozen model of a role beside it, as a judge of replies."""
+
+    learner: LearnerRole
+    role: str | None = None
 
     async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
-        ...
+        from strop.policy.learner import Learner
+
+        return await self.learner.call(Learner.score, groups, temperature, self.role)
 
 
 class Publisher(Protocol):
@@ -170,6 +192,11 @@ class Roles:
     """The clocks of `engine-N` and the `verifier` for `run_group`; empty where that is None."""
     frozen_dirs: Mapping[str, Path] = field(default_factory=dict)
     """Model directories of reference and teacher, by role."""
+
+    @property
+    def policy(self) -> Scorer:
+        """The policy as a judge of replies."""
+        return Scorer(self.learner)
 
 
 class Placement(Protocol):
@@ -223,11 +250,16 @@ async def with_frozen(
 
     Raises: ConfigError if a model has another vocabulary or tokenizer.
     """
+    # Here, because this module imports no torch.
+    from strop.cluster.local import load_frozen
+
     for role, uri in spec.frozen_models.items():
         model = source if uri is None else fetch(uri)
         if model.path != source.path:
             _require_same_tokens(Tokenizer.load(source.path), Tokenizer.load(model.path), role)
-        scorer = await roles.learner.add_frozen(role, model)
+        # Ranks may have another working directory.
+        await roles.learner.call(load_frozen, role, replace(model, path=model.path.absolute()))
+        scorer = Scorer(roles.learner, role)
         roles = replace(roles, reference=scorer) if role == "reference" else replace(roles, teacher=scorer)
         roles = replace(roles, frozen_dirs={**roles.frozen_dirs, role: model.path})
     return roles

@@ -3,154 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import Callable
 from functools import partial
-from itertools import count
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from strop.cluster.contract import LearnerRole, Roles, Scorer
+from strop.cluster.contract import LearnerFacts, LearnerRole, Roles, call_method
+from strop.cluster.sharded import load_empty, shard_frozen, shard_learner
 from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.native import NativeEngine
 from strop.hardware import free_memory_bytes
 from strop.hardware.tuning import compute_in_thread
-from strop.policy.device_wires import DeviceSender, Wire, device_digest, send_copies
 from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
-from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
-from strop.policy.learner import Learner, Term
-from strop.policy.optimizer import StepPlan, StepReport
-from strop.policy.packing import PackedGroup
+from strop.policy.language_model import DTYPES, LanguageModel
+from strop.policy.learner import Learner
 from strop.policy.scoring import FrozenModel
-from strop.policy.sharded import shard_frozen, shard_learner
-from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
 from strop.tokenizer import Tokenizer
 
-Answer = TypeVar("Answer")
-TEACHER = "teacher"
-"""The role that the terms of distillation compare with."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class LocalLearner:
-    """A `LearnerRole` around one `Learner`.
-
-    A step blocks the event loop, unless `is_async`: then it runs in a thread, while rollouts continue. One
-    step, score or write runs at a time.
-    """
+class LocalLearner(LearnerRole):
+    """A learner in this process, whose event loop waits during a call."""
 
     def __init__(self, local: Learner, *, is_async: bool = False) -> None:
+        super().__init__(LearnerFacts.of(local), is_async=is_async)
         self.local = local
-        self._frozen: dict[str, FrozenModel] = {}
-        self._sender: DeviceSender | None = None
-        self._sending: asyncio.Task[None] | None = None
-        self._num_offers = count()
-        # One thread for all steps: every thread that computes keeps an OpenMP team and its freed memory.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner") if is_async else None
-
-    @property
-    def is_async(self) -> bool:
-        """Whether steps run in a thread."""
-        return self._thread is not None
+        self._begun: asyncio.Task[Any] | None = None
 
     @property
     def version(self) -> int:
         """Batches that have moved the weights."""
         return self.local.version
 
-    @property
-    def shape(self) -> ModelShape:
-        """The sizes of the model."""
-        return self.local.model.shape
+    async def call_all(
+        self, method: Callable[Concatenate[Learner, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Call a method; return its answer as a list. See `LearnerRole.call`."""
+        if self._begun is not None:
+            await self._begun
+            self._begun = None
+        return [call_method(self.local, method, *args, **kwargs)]
 
-    @property
-    def device(self) -> str:
-        """Kind of its device."""
-        return self.local.model.device.type
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether it recomputes activations."""
-        return self.local.model.recomputes
-
-    async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
-        """Take one optimizer step. See `LearnerRole.step_terms`."""
-        return await self._do(partial(self.local.step_terms, terms, plan))
-
-    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
-        return await self._do(partial(self.local.score, groups, temperature))
-
-    async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
-        """Return the digest of each tensor. See `LearnerRole.digest_tensors`."""
-        owner = self.local if role is None else self._frozen[role]
-        return await self._do(owner.digest_tensors)
-
-    async def add_frozen(self, role: str, source: ModelHandle) -> Scorer:
-        """Load a frozen model. See `LearnerRole.add_frozen`."""
-        self._frozen[role] = frozen = await self._do(partial(load_frozen, self.local, role, source))
-        return _LocalScorer(frozen, self._do)
-
-    async def write_weights(self, path: Path) -> str:
-        """Write the compute copies; in a thread, because hashing would block the event loop."""
-        return await compute_in_thread(partial(self.local.write_weights, path))
-
-    async def weights_digest(self) -> str:
-        """Return the digest of the compute copies; in a thread like `write_weights`."""
-        return await compute_in_thread(self.local.weights_digest)
-
-    async def export(self, target: Path, tokenizer_dir: Path) -> str:
-        """Write a Hugging Face model directory. See `LearnerRole.export`."""
-        return await self._do(partial(self.local.export, target, tokenizer_dir))
-
-    async def offer_weights(self, wire: Wire, host: str, num_receivers: int) -> tuple[str, str]:
-        """Begin to send. See `LearnerRole.offer_weights`."""
-        digest = await self._do(lambda: device_digest(self.local.compute_copies()))
-        self._sender = self._sender or DeviceSender(host)
-        name = f"v{self.version:06d}-{next(self._num_offers)}"
-        copies = self.local.compute_copies()
-        send = partial(send_copies, self._sender, wire, name, copies, num_receivers)
-        self._sending = asyncio.create_task(compute_in_thread(send))
-        return self._sender.address(wire, name), digest
-
-    async def write_adapter(self, target: Path) -> str:
-        """Write the adapters in peft's form. Returns the digest of their tensors."""
-        return await compute_in_thread(partial(self.local.write_adapter, target))
-
-    async def save_state(self, target: Path) -> None:
-        """Write masters, moments and counters. See `LearnerRole.save_state`."""
-        await self._do(partial(self.local.save_state, target))
-
-    async def load_state(self, source: Path) -> None:
-        """Restore the files of `save_state`. See `LearnerRole.load_state`."""
-        self.local.load_state(source)
-
-    async def _do(self, work: Callable[[], Answer]) -> Answer:
-        if self._sending is not None:
-            # Weights must not move while they are sent.
-            await self._sending
-            self._sending = None
-        if self._thread is None:
-            return work()
-        run = copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run, work)
-
-
-class _LocalScorer:
-    """A `Scorer` that takes turns with the learner of this process."""
-
-    def __init__(self, frozen: FrozenModel, do: Callable[..., Awaitable[list[FloatArray]]]) -> None:
-        self._frozen = frozen
-        self._do = do
-
-    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return the log-probability of each reply's scored tokens. See `Scorer.score`."""
-        return await self._do(partial(self._frozen.score, groups, temperature))
+    async def begin(
+        self, method: Callable[Concatenate[Learner, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Begin to call a method in a thread. See `LearnerRole.begin`."""
+        work = partial(call_method, self.local, method, *args, **kwargs)
+        self._begun = asyncio.create_task(compute_in_thread(work))
 
 
 def build_learner(spec: RunSpec, source: ModelHandle) -> Learner:
@@ -177,6 +82,7 @@ def build_rank(spec: RunSpec, source: ModelHandle, *, num_ranks: int) -> Learner
     model = load_policy(spec, source, device="cpu", num_ranks=num_ranks)
     return shard_learner(
         model,
+        source.path,
         spec.optimizer,
         device=device,
         micro_batch_positions=spec.train.micro_batch_tokens,
@@ -184,27 +90,27 @@ def build_rank(spec: RunSpec, source: ModelHandle, *, num_ranks: int) -> Learner
     )
 
 
-def load_frozen(learner: Learner, role: str, source: ModelHandle, *, num_ranks: int = 1) -> FrozenModel:
-    """Load a frozen model beside a learner, in its type; with several ranks, keep only this rank's rows.
+def load_frozen(learner: Learner, role: str, source: ModelHandle) -> None:
+    """Load a frozen model beside a learner, in its type; of several ranks each loads its rows.
 
+    `role` is "reference" or "teacher"; distillation compares with the teacher.
     Raises: ConfigError if it cannot be loaded or has another vocabulary.
     """
     policy = learner.model
-    device, is_whole = policy.device.type, num_ranks == 1
-    model = LanguageModel.load(
-        source.path, dtype=policy.dtype, device=device if is_whole else "cpu", may_fuse=is_whole
+    device, is_whole = policy.device.type, learner.ranks.num_ranks == 1
+    model = (
+        LanguageModel.load(source.path, dtype=policy.dtype, device=device)
+        if is_whole
+        else load_empty(source.path, policy.dtype)
     )
     require_same_vocabulary(policy, model, role)
     for _, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-    frozen = (
+    learner.frozen[role] = (
         FrozenModel(model, max_positions=learner.max_positions)
         if is_whole
-        else shard_frozen(model, device=device, max_positions=learner.max_positions)
+        else shard_frozen(model, source.path, device=device, max_positions=learner.max_positions)
     )
-    if role == TEACHER:
-        learner.teacher = frozen
-    return frozen
 
 
 def load_policy(spec: RunSpec, source: ModelHandle, *, device: str, num_ranks: int = 1) -> LanguageModel:
@@ -214,8 +120,11 @@ def load_policy(spec: RunSpec, source: ModelHandle, *, device: str, num_ranks: i
     """
     # Measured before the weights are loaded.
     have_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory_bytes()
-    model = LanguageModel.load(
-        source.path, dtype=DTYPES[spec.model.dtype], device=device, may_fuse=num_ranks == 1
+    dtype = DTYPES[spec.model.dtype]
+    model = (
+        LanguageModel.load(source.path, dtype=dtype, device=device)
+        if num_ranks == 1
+        else load_empty(source.path, dtype)
     )
     if spec.lora.rank is not None:
         model.adapt(spec.lora, seed=spec.seed)

@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from strop.cluster.contract import LearnerRole, Publisher
@@ -16,8 +17,9 @@ from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.loading import can_swap_adapters
 from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
-from strop.policy.device_wires import Wire
+from strop.policy.device_wires import DeviceSender, Wire, device_digest, send_copies
 from strop.policy.footprint import read_model_size
+from strop.policy.learner import Learner
 from strop.spec.run import RunSpec
 
 _WEIGHTS_SUFFIX = ".safetensors"
@@ -62,10 +64,10 @@ class FilePublisher:
         version = self._learner.version
         is_adapter = self._sends_adapters and self.find_acknowledged() is not None
         path = _make_place(self._weights_dir, version, "" if is_adapter else _WEIGHTS_SUFFIX)
-        write = self._learner.write_adapter if is_adapter else self._learner.write_weights
+        write = Learner.write_adapter if is_adapter else Learner.write_weights
         return WeightUpdate(
             version=version,
-            digest=await write(path),
+            digest=await self._learner.call(write, path),
             transport=WeightTransport.FILE,
             path=str(path),
             is_adapter=is_adapter,
@@ -123,6 +125,7 @@ class DevicePublisher:
         self._host = host
         self._num_receivers = num_receivers
         self._is_begun = False
+        self._num_offers = count()
 
     async def publish(self) -> WeightUpdate:
         """Offer the learner's compute copies. Raises: StoreError if the first ones cannot be written."""
@@ -130,12 +133,33 @@ class DevicePublisher:
             self._is_begun = True
             return await self._first.publish()
         version = self._learner.version
-        path, digest = await self._learner.offer_weights(self._wire, self._host, self._num_receivers)
+        name = f"v{version:06d}-{next(self._num_offers)}"
+        path, digest = await self._learner.call(offer_copies, self._wire, self._host, name)
+        await self._learner.begin(send_offered, self._wire, name, self._num_receivers)
         return WeightUpdate(version=version, digest=digest, transport=WeightTransport.BROADCAST, path=path)
 
     async def close(self) -> None:
         """Remove the first publication; sending ends with the learner."""
         await self._first.close()
+
+
+def offer_copies(learner: Learner, wire: Wire, host: str, name: str) -> tuple[str, str]:
+    """Open the place where receivers find the compute copies, on every rank; return address and digest.
+
+    Raises: StoreError if `host` is no address of this machine.
+    """
+    if learner.ranks.index == 0:
+        learner.sender = learner.sender or DeviceSender(host)
+    address: str = learner.ranks.gather(learner.sender.address(wire, name) if learner.sender else "")[0]
+    if wire == "ipc" and learner.sender is None:
+        # Each rank has receivers on its GPU.
+        learner.sender = DeviceSender(host, int(address.rpartition("/")[0].rpartition(":")[2]))
+    return address, device_digest(learner.compute_copies())
+
+
+def send_offered(learner: Learner, wire: Wire, name: str, num_receivers: int) -> None:
+    """Send the compute copies to the receivers that come to the place of `offer_copies`."""
+    send_copies(learner.sender, wire, name, learner.compute_copies(), num_receivers)
 
 
 def open_publisher(
@@ -150,7 +174,7 @@ def open_publisher(
     layout = spec.layout
     files = FilePublisher(learner, weights_dir, find_acknowledged, sends_adapters=can_swap_adapters(spec))
     # Not for adapters, which are small or merged on the CPU.
-    if spec.lora.rank is None and layout.has_gpus and learner.device == "cuda":
+    if spec.lora.rank is None and layout.has_gpus and learner.facts.device == "cuda":
         wire: Wire = "ipc" if layout.is_shared else "nccl"
         # Each of vLLM's workers is a receiver.
         num_receivers = layout.num_engines * layout.tensor_parallel

@@ -1,27 +1,31 @@
-"""Splits a step's groups over learner ranks of equal load.
+"""Plans the micro-batches of a step for all learner ranks.
 
-Ranks that shard a model wait for each other. The load is estimated in positions: one for each fed position, a
+Ranks that shard a model wait for each other at every layer, so all run as many micro-batches, and a step
+takes as long as the costliest of each round. The cost is estimated in positions: one for each fed position, a
 share for each pair of positions that attention joins, and a share for each scored token, which passes the
-head. A group's prompt is fed by each rank that has replies of it: groups stay whole where that balances, and
-are cut between replies where it does not. Pieces are dealt out the largest first, each to the least loaded
-rank, so the same groups are split the same way on every machine. Each rank cuts its share into micro-batches.
+head. A group's prompt is fed by each micro-batch that has replies of it: groups stay whole where that
+balances, and are cut between replies where it does not. Pieces are dealt out the largest first, each to the
+micro-batch of least cost. Every rank makes the same plan from the same groups, and executes its part of it.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from strop.policy.footprint import ModelSize
-from strop.policy.packing import PackedGroup
+from strop.policy.packing import EMPTY_GROUP, Load, PackedGroup, cut_groups
 
 GOAL_RATIO = 1.01
-"""Ratio of the largest to the mean load of the ranks that is good enough."""
+"""Ratio of the lock-step cost to a rank's mean cost that is good enough."""
 _SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 0.0)
-"""Largest piece of a group, in mean loads of a rank, from try to try."""
+"""Largest piece of a group, in mean costs of a micro-batch, from try to try."""
+_NUM_BUDGETS = 32
+"""Budgets of padded positions that are tried, up to the largest."""
 
 T = TypeVar("T")
 
@@ -65,68 +69,116 @@ class PositionCost:
         ]
         return self.of_prompt(num_prompt), replies
 
+    def of_groups(self, groups: Iterable[PackedGroup]) -> float:
+        """Return the cost of groups in one micro-batch."""
+        return sum(prompt + sum(replies) for prompt, replies in map(self.measure, groups))
 
-def shard_groups(
+
+def plan_micro_batches(
     groups: Sequence[PackedGroup],
     num_ranks: int,
     *,
-    cost: PositionCost | None = None,
+    max_positions: int,
+    cost: PositionCost,
     keeps_groups: bool = False,
-) -> list[list[PackedGroup]]:
-    """Cut groups into one shard per rank, of about as much work each; a shard may be empty.
+    is_alone: bool = False,
+) -> list[list[list[PackedGroup]]]:
+    """Return the micro-batches of each rank, equally many; those of one round cost about the same.
 
-    A large group is split between replies, unless `keeps_groups`, for terms whose scope is a group.
-    Weights of tokens are not changed: they were fixed for the whole batch.
+    A micro-batch has at most `max_positions` fed positions, unless one reply, or with `keeps_groups` one
+    group, has more; it may be `EMPTY_GROUP` alone. `keeps_groups`: for terms whose scope is a group.
+    `is_alone`: see `Load`. Weights of tokens are not changed: they were fixed for the whole batch.
     """
-    measured = [(cost or PositionCost()).measure(group) for group in groups]
-    mean = sum(prompt + sum(replies) for prompt, replies in measured) / num_ranks
-    # A reply that outweighs a rank's share bounds the balance.
-    heaviest = max((prompt + max(replies, default=0.0) for prompt, replies in measured), default=0.0)
-    best, least = [list[PackedGroup]() for _ in range(num_ranks)], math.inf
-    for share in (math.inf,) if keeps_groups else _SHARES:
-        pieces = [
-            piece
-            for group, costs in zip(groups, measured, strict=True)
-            for piece in _cut(group, *costs, max_cost=share * mean)
-        ]
-        dealt = _deal([piece_cost for _, piece_cost in pieces], num_ranks)
-        load = max(sum(pieces[index][1] for index in members) for members in dealt)
-        if load < least:
-            best, least = [[pieces[index][0] for index in members] for members in dealt], load
-        if load <= GOAL_RATIO * max(mean, heaviest):
-            break
-    return best
+    if not groups:
+        return [[] for _ in range(num_ranks)]
+    if is_alone:
+        dealt = _cut_rows(groups, num_ranks, max_positions, keeps_groups=keeps_groups)
+    else:
+        dealt = balance_groups(groups, num_ranks, max_positions, cost, keeps_groups=keeps_groups)
+    dealt = [batch or [EMPTY_GROUP] for batch in dealt]
+    dealt += [[EMPTY_GROUP]] * (-len(dealt) % num_ranks)
+    return [dealt[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def restore_order(
     groups: Sequence[PackedGroup],
-    shards: Sequence[Sequence[PackedGroup]],
+    plan: Sequence[Sequence[Sequence[PackedGroup]]],
     results: Sequence[Sequence[T]],
 ) -> list[T]:
-    """Return the results of all ranks, one for each reply of a shard, in the order of the groups' replies.
+    """Return the results of all ranks, one for each reply of their micro-batches, in the order of the groups.
 
-    `shards` are those of `shard_groups` for the same groups.
+    `plan` is that of `plan_micro_batches` for the same groups.
     """
     by_reply: dict[int, T] = {}
-    for shard, values in zip(shards, results, strict=True):
-        replies = [reply for group in shard for reply in group.replies]
+    for micro_batches, values in zip(plan, results, strict=True):
+        replies = [reply for batch in micro_batches for group in batch for reply in group.replies]
         by_reply |= {id(reply): value for reply, value in zip(replies, values, strict=True)}
     return [by_reply[id(reply)] for group in groups for reply in group.replies]
 
 
-def _cut(
-    group: PackedGroup, prompt_cost: float, reply_costs: list[float], *, max_cost: float
-) -> Iterator[tuple[PackedGroup, float]]:
-    """Cut a group between replies into pieces of equal cost, as many as the largest cost asks for."""
-    total, num_pieces = prompt_cost + sum(reply_costs), len(reply_costs)
-    if max_cost and total <= max_cost * num_pieces:
-        num_pieces = math.ceil(total / max_cost)
-    if num_pieces < 2:
-        yield group, total
-        return
-    for members in _deal(reply_costs, num_pieces):
-        part = replace(group, replies=tuple(group.replies[index] for index in members))
-        yield part, prompt_cost + sum(reply_costs[index] for index in members)
+def balance_groups(
+    groups: Sequence[PackedGroup],
+    num_ranks: int,
+    max_positions: int,
+    cost: PositionCost,
+    *,
+    keeps_groups: bool,
+) -> list[list[PackedGroup]]:
+    """Return micro-batches by falling cost, so that `num_ranks` neighbours cost about the same."""
+    measured = [cost.measure(group) for group in groups]
+    ideal = cost.of_groups(groups) / num_ranks
+    num_positions = sum(group.num_positions for group in groups)
+    num_rounds = max(math.ceil(num_positions / (num_ranks * max_positions)), 1)
+    best, least = list[list[PackedGroup]](), math.inf
+    for share in (math.inf,) if keeps_groups else _SHARES:
+        dealt = _deal_groups(groups, measured, num_rounds * num_ranks, share, cost)
+        # One reply, or a group that is kept, may have more positions than fit.
+        while any(
+            sum(group.num_positions for group in batch) > max_positions
+            and (len(batch) > 1 or (len(batch[0].replies) > 1 and not keeps_groups))
+            for _, batch in dealt
+        ):
+            num_rounds += 1
+            dealt = _deal_groups(groups, measured, num_rounds * num_ranks, share, cost)
+        lock_step = sum(load for load, _ in dealt[::num_ranks])
+        if lock_step < least:
+            best, least = [batch for _, batch in dealt], lock_step
+        if lock_step <= GOAL_RATIO * ideal:
+            break
+    return best
+
+
+def _deal_groups(
+    groups: Sequence[PackedGroup],
+    measured: Sequence[tuple[float, list[float]]],
+    num_bins: int,
+    share: float,
+    cost: PositionCost,
+) -> list[tuple[float, list[PackedGroup]]]:
+    """Deal groups, cut into pieces of at most a share of the mean cost; return costs and groups, falling."""
+    max_cost = share * sum(prompt + sum(replies) for prompt, replies in measured) / num_bins
+    pieces: list[tuple[int, list[int], float]] = []
+    for index, (prompt, replies) in enumerate(measured):
+        # Between replies, into pieces of equal cost.
+        total, num_pieces = prompt + sum(replies), max(len(replies), 1)
+        if max_cost and total <= max_cost * num_pieces:
+            num_pieces = max(math.ceil(total / max_cost), 1)
+        pieces += [
+            (index, members, prompt + sum(replies[member] for member in members))
+            for members in _deal(replies, num_pieces)
+        ]
+    dealt = []
+    for places in _deal([piece_cost for _, _, piece_cost in pieces], num_bins):
+        members_of: dict[int, list[int]] = {}
+        for place in places:
+            members_of.setdefault(pieces[place][0], []).extend(pieces[place][1])
+        batch = [
+            replace(groups[index], replies=tuple(groups[index].replies[member] for member in sorted(members)))
+            for index, members in members_of.items()
+        ]
+        # Less than the sum of the pieces where the same group's meet.
+        dealt.append((cost.of_groups(batch), batch))
+    return sorted(dealt, key=lambda pair: -pair[0])
 
 
 def _deal(costs: Sequence[float], num_bins: int) -> list[list[int]]:
@@ -137,3 +189,20 @@ def _deal(costs: Sequence[float], num_bins: int) -> list[list[int]]:
         members.append(place)
         heapq.heapreplace(bins, (load + costs[place], index, members))
     return [sorted(members) for _, _, members in sorted(bins, key=lambda one: one[1])]
+
+
+def _cut_rows(
+    groups: Sequence[PackedGroup], num_ranks: int, max_positions: int, *, keeps_groups: bool
+) -> list[list[PackedGroup]]:
+    """Return micro-batches of padded rows, the longest first, in as few rounds as fit and of equal size."""
+    pieces = list(groups)
+    if not keeps_groups:
+        pieces = [replace(group, replies=(reply,)) for group in groups for reply in group.replies]
+    pieces.sort(key=lambda piece: -Load(is_alone=True).plus(piece).width)
+
+    def cut(share: int) -> list[list[PackedGroup]]:
+        return list(cut_groups(pieces, max_positions * share // _NUM_BUDGETS, is_alone=True))
+
+    most = math.ceil(len(cut(_NUM_BUDGETS)) / num_ranks) * num_ranks
+    shares = range(1, _NUM_BUDGETS + 1)
+    return cut(shares[bisect_left(shares, True, key=lambda share: len(cut(share)) <= most)])

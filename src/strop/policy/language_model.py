@@ -89,7 +89,8 @@ class LanguageModel:
         """The adapters that are trained beside frozen weights; None where the weights are trained."""
         self.recomputes = False
         """Whether only the inputs of layers are kept for a backward."""
-        self._form = form or HeadForm()
+        self.form = form or HeadForm()
+        """Of the head."""
         self._trunk: Callable[..., Any] = find_trunk(module)
 
     @classmethod
@@ -129,7 +130,7 @@ class LanguageModel:
     def head(self) -> Head:
         """The LM head, over the current parameters: sharding replaces them."""
         linear = self.module.get_output_embeddings()
-        return Head(linear.weight, getattr(linear, "bias", None), self._form.scale, self._form.cap)
+        return Head(linear.weight, getattr(linear, "bias", None), self.form.scale, self.form.cap)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield every weight once, tied ones under their first name."""
@@ -209,10 +210,10 @@ def _forward_recomputed(forward: Callable[..., Any], *inputs: Any, **named: Any)
     return recompute(forward, *inputs, **named) if torch.is_grad_enabled() else forward(*inputs, **named)
 
 
-def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
+def load_module(path: Path, dtype: torch.dtype | Literal["auto"], *, is_empty: bool = False) -> Any:
     """Load with transformers, and refuse a directory whose tensors do not fill the model exactly.
 
-    "auto" keeps the types that are stored.
+    "auto" keeps the types that are stored. `is_empty`: parameters on the meta device, which has no memory.
     """
     previous = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -223,6 +224,7 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
             dtype=dtype,
             local_files_only=True,
             attn_implementation="eager",
+            device_map="meta" if is_empty else None,
             output_loading_info=True,
             # Listed instead of raised, so that the refusal below can name the tensors.
             ignore_mismatched_sizes=True,
@@ -251,6 +253,11 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
     embeddings = module.get_input_embeddings()
     if embeddings is not None:
         embeddings.padding_idx = None
+    for part in module.modules() if is_empty else ():
+        if part._buffers:
+            # As transformers computes what no file holds, such as the frequencies of rotary embeddings.
+            part._buffers |= {name: torch.empty_like(b, device="cpu") for name, b in part._buffers.items()}
+            module._init_weights(part)
     return module
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from strop.errors import ConfigError, LearnerError
+from strop.policy.device_wires import DeviceSender
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
 from strop.policy.head import (
     EntropyBonus,
@@ -34,21 +35,17 @@ from strop.policy.optimizer import (
     MOMENTS,
     Accumulator,
     AdamW,
-    LocalMasters,
     Masters,
     Ranks,
-    SingleRank,
     StepPlan,
     StepReport,
     TermReport,
     add_up,
-    count_missing,
-    join,
     run_on_first,
 )
-from strop.policy.packing import EMPTY_GROUP, Load, PackedBatch, PackedGroup, split_by_budget
+from strop.policy.packing import Load, PackedBatch, PackedGroup
 from strop.policy.publication import digest_each, tensors_digest
-from strop.policy.scoring import FrozenModel, default_positions, score_shard
+from strop.policy.scoring import FrozenModel, default_positions, plan_on_ranks, score_on_ranks
 from strop.policy.weights import (
     export_tensors,
     load_tensors,
@@ -60,6 +57,8 @@ from strop.policy.weights import (
 from strop.rollout import FloatArray
 from strop.spec.train import OptimizerSpec
 
+TEACHER = "teacher"
+"""The role that terms of distillation compare with."""
 _CHANGED_STRIDE = 997
 """Every 997th parameter is sampled to measure which share a step has changed."""
 
@@ -83,15 +82,6 @@ class LossTerm:
 Term = LossTerm | DistillTerm
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Applied:
-    """How far a step moved the weights; see `StepReport`."""
-
-    changed_frac: float = 0.0
-    master_changed_frac: float | None = None
-    ratio: float = 0.0
-
-
 class Learner:
     """Owns the masters and moments of a model and moves them."""
 
@@ -112,15 +102,17 @@ class Learner:
         self.model = model
         self.version = 0
         """Batches that have moved the weights; names the weights that an engine serves."""
-        self.teacher: FrozenModel | None = None
-        """The teacher of distillation terms, of the policy's vocabulary."""
+        self.frozen: dict[str, FrozenModel] = {}
+        """By role, "reference" or "teacher", of the policy's vocabulary."""
+        self.sees_run = True
+        """Whether this process sees the disk of the run's process."""
+        self.sender: DeviceSender | None = None
+        """Sends the weights from device to device, once they were offered."""
+        self.ranks = ranks or Ranks()
         self._spec = spec
-        self._ranks = ranks or SingleRank()
-        self.max_positions = micro_batch_positions or default_positions(
-            model, num_ranks=self._ranks.num_ranks
-        )
+        self.max_positions = micro_batch_positions or default_positions(model, num_ranks=self.ranks.num_ranks)
         """Positions of a micro-batch."""
-        self._weights = masters or LocalMasters(model)
+        self._weights = masters or Masters(model)
         self._masters = self._weights.by_name
         self._optimizer = AdamW(self._masters, spec)
         self._num_steps = num_steps
@@ -138,6 +130,7 @@ class Learner:
     def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
         """Take one optimizer step over the complete (mini-)batches of all terms.
 
+        Every rank gets the same terms, and executes its micro-batches of the plan that all make of them.
         The gradients of several terms are measured separately and then added up, which takes one more buffer
         of the gradient's size. An empty batch is a step of zero gradient: moments decay and the version
         advances.
@@ -148,33 +141,31 @@ class Learner:
         place = self._optimizer.num_steps if plan.place is None else plan.place
         own = Accumulator()
         reports = self._accumulate_apart(terms, own)
-        accumulator = add_up(self._ranks.gather(own))
+        accumulator = add_up(self.ranks.gather(own))
         grad_norm = self._clip(accumulator.loss)
         if len(terms) == 1:
             reports = [
                 TermReport(name=terms[0].name, loss=accumulator.loss, grad_norm=grad_norm, cosine=None)
             ]
         lr = lr_at(self._spec, place, self._num_steps)
-        moved = self._apply(lr)
+        changed_frac, master_changed_frac, update_ratio = self._apply(lr)
         self.version = self.version + 1 if plan.version is None else plan.version
         self._zero_gradients()
         return StepReport(
             loss=accumulator.loss,
             grad_norm=grad_norm,
             lr=lr,
-            changed_frac=moved.changed_frac,
-            master_changed_frac=moved.master_changed_frac,
-            update_ratio=moved.ratio,
-            drift_M=join(accumulator.drifts),
+            changed_frac=changed_frac,
+            master_changed_frac=master_changed_frac,
+            update_ratio=update_ratio,
+            drift=accumulator.drift,
             num_positions=accumulator.num_positions,
             num_micro_batches=accumulator.num_micro_batches,
             terms=tuple(reports),
-            correction_M=join(accumulator.corrections),
-            log_ratio_M=join(accumulator.log_ratios),
             sums=accumulator.sums,
             totals=accumulator.totals,
-            ratio_M=join(accumulator.ratios),
-            compute_s=max(self._ranks.gather(time.perf_counter() - begun_at)),
+            log_ratio=accumulator.log_ratio,
+            compute_s=max(self.ranks.gather(time.perf_counter() - begun_at)),
         )
 
     def gradients(
@@ -192,21 +183,27 @@ class Learner:
         return copies
 
     def score(
-        self,
-        groups: Sequence[PackedGroup],
-        temperature: float,
+        self, groups: Sequence[PackedGroup], temperature: float, role: str | None = None
     ) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
 
-        The groups are this rank's share, which may be empty.
+        Under the weights of the policy, or of a role's frozen model. Of several ranks each scores a part, and
+        the first one returns all.
         """
-        scores = score_shard(self.model, groups, temperature, self.max_positions, self._ranks)
+        if role is not None:
+            return self.frozen[role].score(groups, temperature)
+        scores = score_on_ranks(self.model, groups, temperature, self.max_positions, self.ranks)
         self._weights.release()
         return scores
 
-    def digest_tensors(self) -> dict[str, str]:
-        """Return the digest of each compute copy, without adapters; on the first rank only."""
-        return digest_each(without_adapters(self.compute_copies()), is_kept=self._ranks.index == 0)
+    def digest_tensors(self, role: str | None = None) -> dict[str, str]:
+        """Return type, shape and SHA-256 of each tensor by name, without adapters; on the first rank only.
+
+        Of the policy's compute copies, or of a role's frozen model.
+        """
+        if role is not None:
+            return self.frozen[role].digest_tensors()
+        return digest_each(without_adapters(self.compute_copies()), is_kept=self.ranks.index == 0)
 
     def write_weights(self, path: Path) -> str:
         """Write the compute copies to one safetensors file for engines, adapters merged. Returns the digest.
@@ -214,17 +211,17 @@ class Learner:
         Raises: StoreError, on every rank, if the file cannot be written.
         """
         model = self.model
-        if self._ranks.num_ranks > 1 and model.adapters is None:
-            digest = write_sharded_file(list(self._weights.compute_shards()), path, self._ranks)
+        if self.ranks.num_ranks > 1 and model.adapters is None:
+            digest = write_sharded_file(list(self._weights.compute_shards()), path, self.ranks)
             if digest is not None:
                 return digest
         copies = self._collect_copies()
-        return run_on_first(self._ranks, lambda: publish_tensors(merged_tensors(model, copies), path))
+        return run_on_first(self.ranks, lambda: publish_tensors(merged_tensors(model, copies), path))
 
     def weights_digest(self) -> str:
         """Return the digest of the compute copies, adapters merged, the same as from `write_weights`."""
         copies = self._collect_copies()
-        return run_on_first(self._ranks, lambda: tensors_digest(merged_tensors(self.model, copies).items()))
+        return run_on_first(self.ranks, lambda: tensors_digest(merged_tensors(self.model, copies).items()))
 
     def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every compute copy, whole, on this rank's device; every rank must take them all."""
@@ -237,8 +234,8 @@ class Learner:
         """
         spec, adapters = self.model.adapters, name_for_peft(self._collect_copies())
         assert spec is not None, "only a model with adapters has any to write"
-        run_on_first(self._ranks, lambda: write_adapter(adapters, spec, target))
-        return run_on_first(self._ranks, lambda: tensors_digest(adapters.items()))
+        run_on_first(self.ranks, lambda: write_adapter(adapters, spec, target))
+        return run_on_first(self.ranks, lambda: tensors_digest(adapters.items()))
 
     def export(self, target: Path, tokenizer_dir: Path) -> str:
         """Write a Hugging Face model directory, adapters merged and, in `adapter/`, in peft's form.
@@ -248,7 +245,7 @@ class Learner:
         """
         copies, model = self._collect_copies(), self.model
         digest = run_on_first(
-            self._ranks,
+            self.ranks,
             lambda: export_tensors(model.module, merged_tensors(model, copies), tokenizer_dir, target),
         )
         if model.adapters is not None:
@@ -257,19 +254,19 @@ class Learner:
 
     def _collect_copies(self) -> dict[str, torch.Tensor]:
         """Return all compute copies, on the first rank only."""
-        is_first = self._ranks.index == 0
+        is_first = self.ranks.index == 0
         # One tensor at a time: no rank but the first ever holds more than one whole tensor.
         return {name: tensor.detach().cpu() for name, tensor in self.compute_copies() if is_first}
 
     def save_state(self, target: Path) -> None:
-        """Write masters, moments and counters into an existing directory."""
+        """Write masters, moments and counters into an existing directory. Raises: StoreError."""
         tensors: dict[str, torch.Tensor] = {}
         for name, master in self._masters.items():
             parts = {"master": master.detach(), **self._optimizer.moments[name]}
             for key, part in parts.items():
                 tensors[f"{key}/{name}"] = self._weights.as_stored(name, part)
-        save_tensors(self._ranks, tensors, target)
-        if self._ranks.index == 0:
+        save_tensors(self.ranks, tensors, target)
+        if self.ranks.index == 0:
             counters = {"version": self.version, "num_steps": self._optimizer.num_steps}
             (target / "learner.json").write_text(json.dumps(counters))
 
@@ -284,7 +281,7 @@ class Learner:
             for key in ("master", *MOMENTS):
                 parts[f"{key}/{name}"] = torch.empty_like(master)
                 wanted[f"{key}/{name}"] = self._weights.as_stored(name, parts[f"{key}/{name}"])
-        counters = load_tensors(self._ranks, wanted, source)
+        counters = load_tensors(self.ranks, wanted, source)
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(parts[f"master/{name}"])
@@ -308,11 +305,11 @@ class Learner:
         aside = [torch.zeros_like(grad) for grad in grads]
         reports = []
         for term in terms:
-            loss = sum(self._ranks.gather(self._accumulate_term(term, accumulator)))
+            loss = sum(self.ranks.gather(self._accumulate_term(term, accumulator)))
             norm, norm_aside = self._norm(grads), self._norm(aside)
             pairs = zip(grads, aside, strict=True)
             products = [torch.dot(grad.reshape(-1), earlier.reshape(-1)) for grad, earlier in pairs]
-            dot = sum(self._ranks.gather(float(torch.stack(products).sum(dtype=torch.float64))))
+            dot = sum(self.ranks.gather(float(torch.stack(products).sum(dtype=torch.float64))))
             cosine = dot / (norm * norm_aside) if norm * norm_aside > 0.0 else None
             reports.append(TermReport(name=term.name, loss=loss, grad_norm=norm, cosine=cosine))
             torch._foreach_add_(aside, grads)
@@ -326,27 +323,22 @@ class Learner:
         losses: list[torch.Tensor] = []
         gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         keeps = isinstance(term, LossTerm) and term.scope is Scope.GROUP
-        is_alone = self.model.is_alone
-        cuts = split_by_budget(term.groups, self.max_positions, keeps_groups=keeps, is_alone=is_alone)
-        micro_batches = list(cuts)
-        num_empty = count_missing(self._ranks, len(micro_batches))
-        for micro_batch in micro_batches:
+        nothing = Load(is_alone=self.model.is_alone)
+        plan = plan_on_ranks(self.model, term.groups, self.max_positions, self.ranks, keeps_groups=keeps)
+        for micro_batch in plan[self.ranks.index]:
             batch = PackedBatch.of_groups(micro_batch, self.model.device)
             result = self._accumulate(batch, micro_batch, term, accumulator)
             losses.append(result.loss)
-            accumulator.num_positions += reduce(Load.plus, micro_batch, Load(is_alone=is_alone)).num_positions
+            accumulator.num_positions += reduce(Load.plus, micro_batch, nothing).num_positions
             accumulator.num_micro_batches += 1
             gap_M = (result.logprob_M - batch.engine_logprob_M).abs()
             # Selected by the engine's value alone: a trainer's NaN must show.
             gaps.append((gap_M, ~batch.engine_logprob_M.isnan()))
-        for _ in range(num_empty):
-            batch = PackedBatch.of_groups([EMPTY_GROUP], self.model.device)
-            self._accumulate(batch, [EMPTY_GROUP], term, accumulator)
         self._weights.collect_gradients()
-        if self.teacher is not None:
-            self.teacher.release()
+        for frozen in self.frozen.values():
+            frozen.release()
+        accumulator.unread_drifts += [gap_M[is_sampled] for gap_M, is_sampled in gaps]
         accumulator.read_terms()
-        accumulator.drifts += [gap_M[is_sampled].cpu().numpy() for gap_M, is_sampled in gaps]
         loss = sum(term.weight * float(value) for value in losses)
         accumulator.loss += loss
         return loss
@@ -360,13 +352,13 @@ class Learner:
         if isinstance(term, DistillTerm):
             model = self.model
             if not term.is_own_teacher:
-                if self.teacher is None:
+                if TEACHER not in self.frozen:
                     raise ConfigError(
                         f"the term {term.name} compares with a teacher, and the learner has none",
                         allowed="a teacher loaded beside the learner",
                         next_step="set teacher.source, or choose a placement whose learner holds a teacher",
                     )
-                model = self.teacher.model
+                model = self.frozen[TEACHER].model
             teacher = read_teacher(model, groups)
         scored = self.model.read(batch)
         head, into = self.model.head, self._weights.head_gradients()
@@ -430,10 +422,10 @@ class Learner:
 
     def _norm(self, parts: Sequence[torch.Tensor]) -> float:
         """Return the L2 norm over the parts of all ranks."""
-        return math.hypot(*self._ranks.gather(float(torch.nn.utils.get_total_norm(parts))))
+        return math.hypot(*self.ranks.gather(float(torch.nn.utils.get_total_norm(parts))))
 
-    def _apply(self, lr: float) -> _Applied:
-        """Move masters and refresh compute copies. Returns how far they moved, over all ranks."""
+    def _apply(self, lr: float) -> tuple[float, float | None, float]:
+        """Move masters and refresh compute copies. Returns how far they moved, as in `StepReport`."""
         before = _sample(self._masters.values())
         has_gradient = _sample(map(self._grad, self._masters)) != 0.0
         moved = self._optimizer.step(lr)
@@ -443,13 +435,10 @@ class Learner:
         # Compute copies are the rounded masters.
         is_changed = after.to(self.model.dtype) != before.to(self.model.dtype)
         counts = [int(is_moved.sum()), len(is_moved), int(is_changed.sum()), len(is_changed)]
-        sums = map(sum, zip(*self._ranks.gather((*counts, moved.change, moved.weights)), strict=True))
+        sums = map(sum, zip(*self.ranks.gather((*counts, *moved)), strict=True))
         num_moved, num_movable, num_changed, num, change, weights = sums
-        return _Applied(
-            changed_frac=num_changed / num,
-            master_changed_frac=num_moved / num_movable if num_movable else None,
-            ratio=math.sqrt(change / weights) if weights else 0.0,
-        )
+        master_changed_frac = num_moved / num_movable if num_movable else None
+        return num_changed / num, master_changed_frac, math.sqrt(change / weights) if weights else 0.0
 
     def _zero_gradients(self) -> None:
         torch._foreach_zero_([self._grad(name) for name in self._masters])

@@ -65,10 +65,12 @@ def adapt_linears(module: Any, spec: LoraSpec, *, seed: int) -> None:
             bound = 1.0 / math.sqrt(linear.in_features)
             first = (torch.rand(spec.rank, linear.in_features, generator=generator) * 2.0 - 1.0) * bound
             weight = linear.weight
+            # Real where the model is not loaded yet.
+            device = torch.device("cpu") if weight.is_meta else weight.device
             made = []
             for values in (first, torch.zeros(linear.out_features, spec.rank)):
                 part = torch.nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
-                part.weight = torch.nn.Parameter(values.to(device=weight.device, dtype=weight.dtype))
+                part.weight = torch.nn.Parameter(values.to(device=device, dtype=weight.dtype))
                 made.append(part)
             # In place: the layer keeps its name and weight, and references to it stay valid.
             linear.__class__ = AdaptedLinear

@@ -64,10 +64,6 @@ class TokenTerms:
     """Correction times loss; nats times advantage units."""
     grad_N: Tensor
     """Derivative of the whole loss with respect to each log-probability, the correction included."""
-    correction_N: Tensor | None = None
-    """The off-policy correction; None where the loss has none."""
-    log_ratio_N: Tensor | None = None
-    """The log-ratio that was corrected, old minus engine (nats)."""
     ratio_N: Tensor | None = None
     """The probability ratio in the loss; None where it is 1 by construction."""
     shares: Mapping[str, Tensor] = field(default_factory=dict)

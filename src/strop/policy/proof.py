@@ -19,11 +19,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.errors import ConfigError
 from strop.hardware import free_memory_bytes
@@ -53,6 +56,8 @@ _EXACT_COSINE_GAP = 1e-6
 _ROUNDED_GAP_NATS = 0.1
 """In bfloat16: mean gap. Layers, head and layout were proven in float32 before."""
 _ROUNDED_COSINE_GAP = 0.02
+_NUM_WORDS = 1024
+"""Vocabulary of the small model that stands for a whole one."""
 _SPARE = 1.25
 """Free memory required, as a multiple of the bytes that widening takes."""
 
@@ -104,6 +109,39 @@ def prove(kind: type[LanguageModel], module: Any, name: str, *, may_fuse: bool) 
     return model
 
 
+def judge(path: Path, dtype: torch.dtype) -> tuple[ModelShape, HeadForm, str]:
+    """Prove a random model of a directory's config with a layer of each kind and few words.
+
+    Returns its sizes, the form of its head, and its implementation of attention: for ranks, none of which
+    ever holds a whole model. Raises: ConfigError like `prove`.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        build: Any = partial(AutoModelForCausalLM.from_config, dtype=dtype, attn_implementation="eager")
+        try:
+            module = build(shorten_config(deepcopy(config)))
+        except _FAILURES:
+            # A config that does not tell its depth in one place.
+            module = build(config)
+    model = prove(LanguageModel, module.eval(), str(path), may_fuse=False)
+    return model.shape, model.form, module.config.get_text_config()._attn_implementation
+
+
+def shorten_config(config: Any) -> Any:
+    """Leave at least two layers in a config, one of each kind, and a small vocabulary."""
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    lists = [name for name, value in vars(text).items() if isinstance(value, list) and len(value) == depth]
+    firsts = [getattr(text, name).index(kind) for name in lists for kind in getattr(text, name)]
+    kept = min(max(2, 1 + max(firsts, default=0)), depth)
+    for name in lists:
+        setattr(text, name, getattr(text, name)[:kept])
+    text.num_hidden_layers = kept
+    text.vocab_size, text.pad_token_id = min(text.vocab_size, _NUM_WORDS), None
+    return config
+
+
 def _choose(kind: type[LanguageModel], module: Any, *, may_fuse: bool) -> LanguageModel:
     """Try the ways of running a module in turn, in float32 and then in its type."""
     head = module.get_output_embeddings()
@@ -112,7 +150,7 @@ def _choose(kind: type[LanguageModel], module: Any, *, may_fuse: bool) -> Langua
     is_wide = head.weight.dtype is torch.float32
     with _narrowed(module):
         with _widened(module) as is_exact:
-            probes = _Probes(module, has_gradients=True)
+            probes = [_ask_eagerly(module, shift, has_gradients=True) for shift in _SHIFTS]
             ways = _ways(kind, module, _read_head(module), may_fuse=may_fuse)
             try:
                 model, place, flaw = _first_right(ways, probes, "", is_exact=is_exact)
@@ -120,13 +158,13 @@ def _choose(kind: type[LanguageModel], module: Any, *, may_fuse: bool) -> Langua
                 _require_causal(module)
                 raise
         if is_exact and not is_wide:
-            probes = _Probes(module, has_gradients=False)
+            probes = [_ask_eagerly(module, shift, has_gradients=False) for shift in _SHIFTS]
             model, _, _ = _first_right(ways[place:], probes, flaw, is_exact=False)
     return model
 
 
 def _first_right(
-    ways: Sequence[Way], probes: _Probes, flaw: str, *, is_exact: bool
+    ways: Sequence[Way], probes: Sequence[_Probe], flaw: str, *, is_exact: bool
 ) -> tuple[LanguageModel, int, str]:
     """Return the first model that passes a probe, the place of its way, and the flaw of the way before.
 
@@ -157,43 +195,25 @@ def _require_causal(module: Any) -> None:
         raise _Flaw("what stands behind a token changes what it says of the next one")
 
 
-class _Probes:
-    """The probes one by one, each computed by the module's eager forward when it is needed."""
+def _ask_eagerly(module: Any, shift: int, *, has_gradients: bool) -> _Probe:
+    """Compute a probe by the module's eager forward, before any way is tried and changes the module."""
+    groups = make_groups(module, shift)
 
-    def __init__(self, module: Any, *, has_gradients: bool) -> None:
-        self._module = module
-        self._has_gradients = has_gradients
-        self._known: list[_Probe] = []
-        # Computed before any way is tried: each may change the module's attention.
-        self._ask(0)
-
-    def __iter__(self) -> Iterator[_Probe]:
-        for index in range(len(_SHIFTS)):
-            if index == len(self._known):
-                self._ask(index)
-            yield self._known[index]
-
-    def _ask(self, index: int) -> None:
-        groups = make_groups(self._module, _SHIFTS[index])
-        own = self._eager(groups, 0.0)
-        if not bool(own.logprob_M.isfinite().all()):
-            raise _Flaw("its own forward gives log-probabilities that are not finite")
-
-        def measure(change: float) -> float:
-            return float((self._eager(groups, change).logprob_M - own.logprob_M).abs().max())
-
-        self._known.append(_Probe(groups, own, measure))
-
-    def _eager(self, groups: Sequence[PackedGroup], change: float) -> Answer:
+    def eager(change: float) -> Answer:
         """Run the module's eager forward, with embeddings changed by a fraction."""
-        previous = self._module.config.get_text_config()._attn_implementation
-        self._module.set_attn_implementation("eager")
+        previous = module.config.get_text_config()._attn_implementation
+        module.set_attn_implementation("eager")
         try:
-            return ask_module(self._module, groups, change, has_gradient=self._has_gradients and not change)
+            return ask_module(module, groups, change, has_gradient=has_gradients and not change)
         except _FAILURES as error:
             raise _Flaw(f"its own forward fails on token ids alone ({_describe(error)})") from error
         finally:
-            self._module.set_attn_implementation(previous)
+            module.set_attn_implementation(previous)
+
+    own = eager(0.0)
+    if not bool(own.logprob_M.isfinite().all()):
+        raise _Flaw("its own forward gives log-probabilities that are not finite")
+    return _Probe(groups, own, lambda change: float((eager(change).logprob_M - own.logprob_M).abs().max()))
 
 
 def _ways(kind: type[LanguageModel], module: Any, form: HeadForm, *, may_fuse: bool) -> list[Way]:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from strop.policy.balancing import PositionCost, plan_micro_batches, restore_order
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, gpu_positions, size_of_config
 from strop.policy.head import token_logprobs
 from strop.policy.language_model import LanguageModel
-from strop.policy.optimizer import Masters, Ranks, SingleRank, count_missing
-from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, PackedReply, cut_groups
+from strop.policy.optimizer import Masters, Ranks
+from strop.policy.packing import PackedBatch, PackedGroup, PackedReply, cut_groups, split_by_budget
 from strop.policy.publication import digest_each
 from strop.rollout import FloatArray, IntArray
 
@@ -37,17 +38,45 @@ def score_groups(
     return score_parts(model, cut_groups(groups, max_positions, is_alone=model.is_alone), temperature)
 
 
-def score_shard(
+def score_on_ranks(
     model: LanguageModel,
     groups: Sequence[PackedGroup],
     temperature: float,
     max_positions: int,
     ranks: Ranks,
 ) -> list[FloatArray]:
-    """Score this rank's shard, which may be empty, like `score_groups`. Every rank must call it."""
-    parts = list(cut_groups(groups, max_positions, is_alone=model.is_alone))
-    parts += [[EMPTY_GROUP]] * count_missing(ranks, len(parts))
-    return score_parts(model, parts, temperature)
+    """Score like `score_groups`, each rank a part. Every rank must call it; the first one returns the scores.
+
+    Other ranks return an empty list.
+    """
+    if ranks.num_ranks == 1:
+        return score_groups(model, groups, temperature, max_positions=max_positions)
+    plan = plan_on_ranks(model, groups, max_positions, ranks)
+    scores = ranks.collect(score_parts(model, plan[ranks.index], temperature))
+    return restore_order(groups, plan, scores) if scores else []
+
+
+def plan_on_ranks(
+    model: LanguageModel,
+    groups: Sequence[PackedGroup],
+    max_positions: int,
+    ranks: Ranks,
+    *,
+    keeps_groups: bool = False,
+) -> list[list[list[PackedGroup]]]:
+    """Return the micro-batches of each rank, equal on all ranks; see `plan_micro_batches`."""
+    is_alone = model.is_alone
+    if ranks.num_ranks == 1:
+        return [list(split_by_budget(groups, max_positions, keeps_groups=keeps_groups, is_alone=is_alone))]
+    cost = PositionCost.of_model(size_of_config(model.module.config.to_dict()))
+    return plan_micro_batches(
+        groups,
+        ranks.num_ranks,
+        max_positions=max_positions,
+        cost=cost,
+        keeps_groups=keeps_groups,
+        is_alone=is_alone,
+    )
 
 
 def score_parts(
@@ -101,27 +130,25 @@ class FrozenModel:
         """Hold the whole model, or with `weights` and `ranks` this rank's rows of it."""
         self.model = model
         self._max_positions = max_positions or default_positions(model)
-        self._weights = weights
-        self._ranks = ranks or SingleRank()
+        self._weights = weights or Masters(model)
+        self._ranks = ranks or Ranks()
 
     def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
 
-        The groups are this rank's share, which may be empty. Every rank must call it.
+        See `score_on_ranks`.
         """
-        scores = score_shard(self.model, groups, temperature, self._max_positions, self._ranks)
+        scores = score_on_ranks(self.model, groups, temperature, self._max_positions, self._ranks)
         self.release()
         return scores
 
     def digest_tensors(self) -> dict[str, str]:
         """Return the digest of each tensor; on the first rank only. Every rank must call it."""
-        tensors = self.model.named_parameters() if self._weights is None else self._weights.compute_copies()
-        return digest_each(tensors, is_kept=self._ranks.index == 0)
+        return digest_each(self._weights.compute_copies(), is_kept=self._ranks.index == 0)
 
     def release(self) -> None:
         """Drop the rows of other ranks that a forward gathered."""
-        if self._weights is not None:
-            self._weights.release()
+        self._weights.release()
 
 
 def default_positions(model: LanguageModel, *, num_ranks: int = 1) -> int:

@@ -120,7 +120,7 @@ def find_strange(live: Mapping[str, str], path: Path) -> list[str]:
     SafetensorError if a file cannot be read; ConfigError if it does not fill the model.
     """
     stored: dict[str, str] = {}
-    for shard in _listed_shards(path):
+    for shard in listed_shards(path):
         with safe_open(path / shard, framework="pt") as file:
             names = [name for name in file.keys() if name in live]  # noqa: SIM118  (no mapping)
             stored |= digest_each((name, file.get_tensor(name).to(_type_of(live[name]))) for name in names)
@@ -167,7 +167,7 @@ def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, tar
     """Read an export back and describe the first difference to the live policy."""
     try:
         stored: dict[str, torch.Tensor] = {}
-        for shard in _listed_shards(target):
+        for shard in listed_shards(target):
             stored |= load_file(target / shard)
         if not live.keys() <= stored.keys():
             # Files of families with experts have other tensor names than the module.
@@ -186,12 +186,18 @@ def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, tar
     return None
 
 
-def _listed_shards(target: Path) -> list[str]:
+def listed_shards(target: Path) -> list[str]:
     """Return the names of the files that a loader would read: those of the index if there is one."""
     index = target / "model.safetensors.index.json"
     if not index.exists():
         return ["model.safetensors"]
     return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+
+
+def read_names(path: Path) -> list[str]:
+    """Return the names of the tensors in a safetensors file."""
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
 
 
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -19,6 +19,7 @@ from strop.evaluate import (
     write_result,
 )
 from strop.evaluate.shards import ShardFolder
+from strop.policy.learner import Learner
 from strop.record import RunDir
 from strop.record.files import list_shards
 from strop.rollout import Example, Sampling, Split
@@ -61,14 +62,13 @@ class Evaluation:
         roles = self.roles
         # An overlap that the run file accepts is in the gate's report.
         is_accepted = "overlap" in read_accepted(spec.train.accept)
-        trained_ids = () if is_accepted else list_names(self.task, self.task.examples(Split.TRAIN))
         planned = plan_evaluation(
             task=self.task,
             tokenizer=roles.tokenizer,
             settings=settings,
             # The same digests as `strop eval` of the model, and of the checkpoint of this step.
-            model_digest=self.model_digest if step == 0 else await roles.learner.weights_digest(),
-            trained_ids=trained_ids,
+            model_digest=self.model_digest if step == 0 else await roles.learner.call(Learner.weights_digest),
+            trained_ids=() if is_accepted else list_names(self.task, self.task.examples(Split.TRAIN)),
             max_positions=roles.learner.shape.max_positions,
         )
         path = self.run_dir.eval_path(self.task.name, step)

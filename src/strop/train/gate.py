@@ -241,7 +241,7 @@ async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     packed = pack_rollouts(r for group in groups for r in group.rollouts if r.num_sampled_tokens)
     temperature = gate.spec.sampling.temperature
     own, theirs = [
-        np.concatenate(await scorer.score(packed, temperature)) for scorer in (gate.roles.learner, reference)
+        np.concatenate(await scorer.score(packed, temperature)) for scorer in (gate.roles.policy, reference)
     ]
     is_same = gate.spec.reference.model is None and gate.roles.learner.version == 0
     mean_nats = float(np.abs(own - theirs).mean())

@@ -246,7 +246,7 @@ def check_room(gate: GateInput) -> GateCheck:
     num_terms, num_trained = spec.train.has_rl + spec.train.has_sft, count_trained(size, spec.lora)
     memory_bytes = state_bytes(size, dtype, num_trained) + terms_bytes(size, num_terms, num_trained)
     memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + answered // rows)
-    if not (is_elsewhere := gate.roles.learner.device != "cpu"):
+    if not (is_elsewhere := gate.roles.learner.facts.device != "cpu"):
         memory_bytes += packed_bytes(size, dtype)
     # A mirror keeps the checkpoint that it is sending, even after it was pruned.
     num_checkpoints = spec.train.keep_checkpoints + bool(find_mirror_root(spec.store)) + LOW_DISK_FACTOR
@@ -254,7 +254,7 @@ def check_room(gate: GateInput) -> GateCheck:
     written_bytes = directory_bytes(gate.run_path / "checkpoints")
     free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + written_bytes
     have_memory = None if free_bytes is None else free_bytes + (rss_bytes() or 0)
-    activations = activation_bytes(size, dtype, positions, is_recomputed=gate.roles.learner.recomputes)
+    activations = activation_bytes(size, dtype, positions, is_recomputed=gate.roles.learner.facts.recomputes)
     # Frozen models are loaded already, so their memory is part of this process's.
     memory_bytes += activations + sum(
         frozen_bytes(read_model_size(path), dtype, num_positions=positions, beside_bytes=activations)

@@ -15,6 +15,7 @@ from strop.cluster import Scorer
 from strop.hardware.tuning import compute_in_thread
 from strop.policy.families import say_alone
 from strop.policy.footprint import read_model_size
+from strop.policy.learner import Learner
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import pack_given
 from strop.policy.weights import find_strange
@@ -86,7 +87,7 @@ async def check_tensors(gate: GateInput) -> GateCheck:
     learner, details, is_passed = gate.roles.learner, [], True
     places = {"policy": gate.weights_dir or gate.model_dir, **gate.roles.frozen_dirs}
     for role, path in places.items():
-        live = await learner.digest_tensors(None if role == "policy" else role)
+        live = await learner.call(Learner.digest_tensors, None if role == "policy" else role)
         try:
             strange = await compute_in_thread(partial(find_strange, live, path))
         except (OSError, SafetensorError, ValueError) as error:
@@ -111,7 +112,7 @@ async def check_weights(gate: GateInput) -> GateCheck:
     A policy that this run has already trained is not refused: it may have been trained for anything.
     """
     roles = gate.roles
-    models: list[tuple[str, Scorer, Path]] = [("policy", roles.learner, gate.model_dir)]
+    models: list[tuple[str, Scorer, Path]] = [("policy", roles.policy, gate.model_dir)]
     for role, frozen in (("reference", roles.reference), ("teacher", roles.teacher)):
         if frozen is not None and roles.frozen_dirs.get(role) not in (None, gate.model_dir):
             models.append((role, frozen, roles.frozen_dirs[role]))
@@ -200,7 +201,7 @@ def pack_rollouts(rollouts: Iterable[Rollout]) -> list[PackedGroup]:
 async def _gaps(gate: GateInput, rollouts: Sequence[Rollout], temperature: float) -> np.ndarray:
     """Return trainer minus engine log-probability of every sampled token."""
     groups = pack_rollouts(rollouts)
-    scores = await gate.roles.learner.score(groups, temperature)
+    scores = await gate.roles.policy.score(groups, temperature)
     engine_logprobs = [reply.engine_logprobs for group in groups for reply in group.replies]
     gaps: np.ndarray = np.concatenate(scores) - np.concatenate(engine_logprobs)
     return gaps

@@ -18,11 +18,11 @@ from statistics import correlation, fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.algorithm.corrections import describe_mismatch
+from strop.algorithm.corrections import CORRECTION_SQUARE
 from strop.environments.groups import NUM_REFILLS
 from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.learner import Term
-from strop.policy.optimizer import StepReport, join_totals
+from strop.policy.optimizer import NO_VALUES, StepReport, join_totals
 from strop.record.events import Event
 from strop.rollout import CONVERSATION, RESTART, Group, Rollout
 from strop.tasks import Task
@@ -195,11 +195,11 @@ def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = F
         if term.cosine is not None:
             metrics["grad_cosine"] = term.cosine
     # Of the first step alone: later ones start from weights that it has moved.
-    gap_M, name = steps[0].drift_M, "offpolicy" if is_stale else "drift"
-    if len(gap_M):
-        metrics[f"{name}_mean_nats"] = float(gap_M.mean())
-        metrics[f"{name}_p99_nats"] = float(np.quantile(gap_M, 0.99))
-        metrics[f"{name}_max_nats"] = float(gap_M.max())
+    gap, name = steps[0].drift, "offpolicy" if is_stale else "drift"
+    if gap.num_values:
+        metrics[f"{name}_mean_nats"] = gap.mean
+        metrics[f"{name}_p99_nats"] = gap.quantile(0.99)
+        metrics[f"{name}_max_nats"] = gap.max
     return metrics | _measure_tokens(steps)
 
 
@@ -207,16 +207,14 @@ def _measure_tokens(steps: Sequence[StepReport]) -> dict[str, float]:
     """Measure per-token values: means, ratios and corrections, each over all steps."""
     joined = join_totals(step.totals for step in steps)
     metrics = {name: total.mean for name, total in joined.items()}
-    ratio_M = np.concatenate([step.ratio_M for step in steps])
-    if len(ratio_M):
-        quantiles = np.quantile(ratio_M, (0.01, 0.5, 0.99)).tolist()
-        metrics |= dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True))
-    correction_M = np.concatenate([step.correction_M for step in steps])
-    if len(correction_M):
-        log_ratio_M = np.concatenate([step.log_ratio_M for step in steps]).astype(np.float64)
-        described = describe_mismatch(log_ratio_M, correction_M)
-        # The ratios are the gap of learner and engine, unless the old log-probabilities stand between.
-        metrics |= {name: value for name, value in described.items() if not name.startswith("mismatch")}
+    log_ratio = sum((step.log_ratio for step in steps), NO_VALUES)
+    if log_ratio.num_values:
+        for name, share in (("ratio_p01", 0.01), ("ratio_p50", 0.5), ("ratio_p99", 0.99)):
+            metrics[name] = math.exp(log_ratio.quantile(share))
+    square = metrics.pop(CORRECTION_SQUARE, None)
+    if square is not None:
+        # (sum c)^2 / (n sum c^2): 1 when all corrections are equal, near 0 when one token carries the batch.
+        metrics["effective_sample_frac"] = metrics["correction_mean"] ** 2 / square if square else 0.0
     return metrics
 
 

@@ -213,7 +213,7 @@ class Publishing:
 
     async def _prove(self, update: WeightUpdate) -> None:
         packed = pack_given(self._canary.prompt_ids, [self._canary.reply_ids])
-        (learner_T,) = await self._roles.learner.score([packed], 1.0)
+        (learner_T,) = await self._roles.policy.score([packed], 1.0)
         await self._canary.check(self._roles.engine, update.version, learner_T)
 
     def _note_replica(self, event: ReplicaEvent) -> None:

@@ -20,6 +20,7 @@ from strop.cluster import LearnerRole
 from strop.errors import CheckRefused, CorruptRecord
 from strop.hardware.busy_clock import BusyClock
 from strop.io.atomic import AtomicDirectory, is_complete, verify_directory
+from strop.policy.learner import Learner
 from strop.record import EventKind
 from strop.record.fence import require_unfenced
 from strop.record.parts import require_same_parts
@@ -169,7 +170,7 @@ async def save_checkpoint(
     with directory as partial:
         for part in ("model", "state"):
             (partial / part).mkdir()
-        directory.facts[WEIGHTS_FACT] = await learner.export(partial / "model", tokenizer_dir)
+        directory.facts[WEIGHTS_FACT] = await learner.call(Learner.export, partial / "model", tokenizer_dir)
         await learner.save_state(partial / "state")
         (partial / "state" / "trainer.json").write_text(json.dumps(asdict(state)))
         if waiting:

@@ -28,7 +28,7 @@ from strop.algorithm.offline import (
 from strop.cluster import LearnerRole, Roles
 from strop.errors import ConfigError, LearnerError
 from strop.policy.distilling import DistillTerm
-from strop.policy.learner import LossTerm, Term
+from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms
 from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import PackedGroup, PackedReply, with_logprobs
@@ -286,7 +286,7 @@ class StepTerms:
         if self.preferences is None:
             return
         # Without `reference.model` the reference is the weights that the run starts from.
-        untrained = self.roles.learner if self.roles.learner.version == 0 else None
+        untrained = self.roles.policy if self.roles.learner.version == 0 else None
         scorer = self.roles.reference or untrained
         temperature = self.spec.sampling.temperature
         self.preferences = await with_reference(
@@ -364,7 +364,7 @@ class StepTerms:
         algorithm, temperature = self.algorithm, self.spec.sampling.temperature
         groups = tuple(groups)
         if algorithm.mode == "decoupled" or algorithm.reward_kl_beta:
-            scores = await self.roles.learner.score(groups, temperature)
+            scores = await self.roles.policy.score(groups, temperature)
             groups = with_logprobs(groups, "old", scores)
         if algorithm.needs_reference:
             assert self.roles.reference is not None
@@ -373,7 +373,7 @@ class StepTerms:
         if algorithm.reward_kl_beta:
             groups = penalize_rewards(algorithm, groups)
         if algorithm.teacher_weight != 0.0:
-            teacher = self.roles.teacher or self.roles.learner
+            teacher = self.roles.teacher or self.roles.policy
             # The teacher may read another prompt than the policy.
             shown = [
                 group
@@ -423,7 +423,7 @@ async def take_steps(
     for index, terms in enumerate(steps):
         plan = StepPlan(version=version, place=first + index)
         try:
-            reports.append(await learner.step_terms(terms, plan))
+            reports.append(await learner.call(Learner.step_terms, terms, plan))
         except LearnerError as error:
             num_refused += 1
             on_refused(error)

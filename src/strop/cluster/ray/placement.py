@@ -17,13 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.cluster.contract import Publisher, Roles, start_all
+from strop.cluster.contract import LearnerFacts, Publisher, Roles, start_all
 from strop.cluster.publishers import has_memory_room, open_publisher
 from strop.cluster.ray.attached import AttachedCluster
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole
 from strop.cluster.ray.engines import ActorEngine, EngineActor, EngineFacts
-from strop.cluster.ray.learners import RayLearner
-from strop.cluster.ray.ranks import LearnerFacts, LearnerRank
+from strop.cluster.ray.ranks import LearnerRank, RayLearner
 from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.cluster.ray.runtime import RayHead, read_nodes
 from strop.cluster.ray.settings import (
@@ -241,19 +240,10 @@ class RayPlacement:
             self._weights_dir = node.shared_dir
         return RayHead(node, self._num_nodes, self._find_own_dir() / "ray.token")
 
-    async def _join(self, facts: LearnerFacts, loaded: Sequence[EngineFacts], host: str) -> Roles:
+    async def _join(self, facts: Sequence[LearnerFacts], loaded: Sequence[EngineFacts], host: str) -> Roles:
         """Make the clients of the loaded roles, and publish the learner's weights to all engines."""
         assert self._watch is not None
-        learner = RayLearner(
-            [role.actor for role in self._of(RoleKind.LEARNER)],
-            self._watch,
-            facts,
-            apart={
-                rank: role.slot.node
-                for rank, role in enumerate(self._of(RoleKind.LEARNER))
-                if not role.facts.sees_run
-            },
-        )
+        learner = RayLearner([role.actor for role in self._of(RoleKind.LEARNER)], self._watch, facts)
         engines, workers = self._of(RoleKind.ENGINE), self._of(RoleKind.WORKER)
         self._engines = [self._make_client(role) for role in engines]
         chosen = assign_engines(len(workers), len(engines))
@@ -429,7 +419,7 @@ class RayPlacement:
         ending = role.actor.wait_for_end.options(concurrency_group="watch").remote()
         self._watch.follow(followed, ending)
 
-    async def _load_learners(self, host: str) -> LearnerFacts:
+    async def _load_learners(self, host: str) -> list[LearnerFacts]:
         ranks = self._of(RoleKind.LEARNER)
         rendezvous = (host, 0)
         if len(ranks) > 1:
@@ -441,7 +431,7 @@ class RayPlacement:
             for index, role in enumerate(ranks)
         ]
         facts: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
-        return facts[0]
+        return facts
 
     async def _guard(self, call: Any, limit_s: float) -> Any:
         assert self._watch is not None

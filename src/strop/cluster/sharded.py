@@ -11,89 +11,91 @@ in between. Its gradient is added up in fp32 on each rank and reduced once per t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from strop.policy.head import HeadGradients
-from strop.policy.language_model import LanguageModel, decoder_layers, find_trunk
+from strop.policy.language_model import LanguageModel, decoder_layers, find_trunk, load_module, read_shape
 from strop.policy.learner import Learner
-from strop.policy.optimizer import TensorShard, find_head
+from strop.policy.optimizer import Masters, Ranks, TensorShard, find_head, run_on_first
+from strop.policy.proof import judge
 from strop.policy.scoring import FrozenModel
+from strop.policy.weights import listed_shards, read_names
 from strop.spec.train import OptimizerSpec
 
-T = TypeVar("T")
+
+def load_empty(path: Path, dtype: torch.dtype) -> LanguageModel:
+    """Return a model without memory, for `shard_learner` or `shard_frozen`. Every rank must call it.
+
+    The first rank proves strop's forwards on a small model of the same config. Raises: like
+    `LanguageModel.load`.
+    """
+    shape, form, implementation = run_on_first(Ranks(is_group=True), lambda: judge(path, dtype))
+    module = load_module(path, dtype, is_empty=True)
+    own = read_shape(module)
+    module.set_attn_implementation(implementation)
+    shape = replace(shape, num_layers=own.num_layers, vocab_size=own.vocab_size)
+    return LanguageModel(module, shape=shape, form=form)
 
 
-def shard_frozen(model: LanguageModel, *, device: str = "cpu", max_positions: int) -> FrozenModel:
-    """Keep this rank's rows of a frozen model, in the compute type. Requirements as for `shard_learner`."""
-    weights = ShardedMasters(model, init_device_mesh(device, (dist.get_world_size(),)))
-    return FrozenModel(model, max_positions=max_positions, weights=weights, ranks=GroupRanks())
+def shard_frozen(model: LanguageModel, path: Path, *, device: str = "cpu", max_positions: int) -> FrozenModel:
+    """Load this rank's rows of a frozen model, in the compute type. Requirements as for `shard_learner`."""
+    weights = ShardedMasters(model, path, init_device_mesh(device, (dist.get_world_size(),)))
+    return FrozenModel(model, max_positions=max_positions, weights=weights, ranks=Ranks(is_group=True))
 
 
 def shard_learner(
     model: LanguageModel,
+    path: Path,
     spec: OptimizerSpec,
     *,
     device: str = "cpu",
     micro_batch_positions: int | None = None,
     num_steps: int | None = None,
 ) -> Learner:
-    """Keep this rank's rows of a model, and drop the others. Every rank must call it, with equal weights.
+    """Load this rank's rows of a model directory. Every rank must call it.
 
-    The model was loaded on the CPU without fused layers, and has its adapters and `recompute_activations`
-    already. `device` is where it is trained, "cpu" or "cuda". The default process group must be initialised:
-    gloo for "cpu", "cpu:gloo,cuda:nccl" for "cuda".
+    The model is that of `load_empty`, and has its adapters and `recompute_activations` already. `device` is
+    where it is trained, "cpu" or "cuda". The default process group must be initialised: gloo for "cpu",
+    "cpu:gloo,cuda:nccl" for "cuda".
     """
     return Learner(
         model,
         spec,
         micro_batch_positions=micro_batch_positions,
-        masters=ShardedMasters(model, init_device_mesh(device, (dist.get_world_size(),))),
-        ranks=GroupRanks(),
+        masters=ShardedMasters(model, path, init_device_mesh(device, (dist.get_world_size(),))),
+        ranks=Ranks(is_group=True),
         num_steps=num_steps,
     )
 
 
-class GroupRanks:
-    """All ranks of the default process group, which must be initialised."""
-
-    def __init__(self) -> None:
-        self.index = dist.get_rank()
-        self.num_ranks = dist.get_world_size()
-
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in order of rank. Every rank must call it."""
-        values: list[T | None] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
-        return values  # type: ignore[return-value]
-
-
-class ShardedMasters:
+class ShardedMasters(Masters):
     """This rank's rows of a model's weights; trained ones have masters."""
 
-    def __init__(self, model: LanguageModel, mesh: DeviceMesh) -> None:
-        """Shard a model in place; it must have been loaded without fused layers.
-
-        Every rank must have loaded the same weights.
-        """
-        assert model.fused is None, "fused layers read weights past FSDP's hooks"
+    def __init__(self, model: LanguageModel, path: Path, mesh: DeviceMesh) -> None:
+        """Shard an empty model in place, and read this rank's rows from a model directory."""
         self._model = model
         self._mesh = mesh
         self._dtype = model.dtype
         names = dict(model.trained_parameters())
-        self._head = find_head(model)
+        types = {name: tensor.dtype for name, tensor in self._tensors()}
+        self._head_names = find_head(model)
         # Sums over micro-batches in fp32, reduced once.
         totals = [
             None
             if name is None
             else torch.zeros(names[name].shape, dtype=torch.float32, device=mesh.device_type)
-            for name in self._head
+            for name in self._head_names
         ]
         self._head_totals = HeadGradients(*totals)
         trunk = _Trunk(model.module)
@@ -113,6 +115,7 @@ class ShardedMasters:
         assert isinstance(trunk, FSDPModule)
         self._trunk = trunk
         model.route(trunk)
+        self.fill(path, types)
         self._parameters: dict[str, DTensor] = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -126,7 +129,9 @@ class ShardedMasters:
 
     def collect_gradients(self) -> None:
         """Reduce the gradients of the head; FSDP has reduced the others."""
-        for name, part in zip(self._head, (self._head_totals.weight, self._head_totals.bias), strict=True):
+        for name, part in zip(
+            self._head_names, (self._head_totals.weight, self._head_totals.bias), strict=True
+        ):
             if name is None or part is None:
                 continue
             total = DTensor.from_local(part, self._mesh, [Partial()], run_check=False)
@@ -157,12 +162,63 @@ class ShardedMasters:
 
     def compute_shards(self) -> Iterator[TensorShard]:
         """Yield this rank's rows: equally many on all ranks but the last ones."""
-        rank, num_ranks = self._mesh.get_local_rank(), self._mesh.size()
         for name, parameter, part in self._compute_parts():
-            most = -(-len(parameter) // num_ranks)
-            first = min(rank * most, len(parameter))
-            assert len(part) == min(most, len(parameter) - first), "rows are not where FSDP2 puts them"
-            yield TensorShard(name=name, part=part, first=first, shape=tuple(parameter.shape))
+            yield TensorShard(
+                name=name, part=part, first=self._find_first(parameter), shape=tuple(parameter.shape)
+            )
+
+    @torch.no_grad()
+    def fill(self, path: Path, types: Mapping[str, torch.dtype]) -> None:
+        """Give every tensor memory, and read it: this rank's rows of parameters, and buffers as they are.
+
+        `types` are those of the model before it was widened. Where files have other tensors than the module,
+        such as single experts, the first rank loads all and sends them.
+        """
+        module = self._model.module
+        # Adapters, and buffers that no file holds.
+        made = {name: tensor.clone() for name, tensor in self._tensors() if tensor.device.type != "meta"}
+        self._trunk.to_empty(device=self._mesh.device_type)
+        tensors = dict(self._tensors())
+        for name, values in made.items():
+            tensors[name].copy_(values)
+        # All that files hold: parameters but adapters, and some buffers.
+        buffers = {name for name, _ in module.named_buffers()}
+        wanted = tensors.keys() - (made.keys() - (module.state_dict().keys() & buffers))
+        stored = {name: file for file in listed_shards(path) for name in read_names(path / file)}
+        if wanted <= stored.keys() <= module.state_dict().keys():
+            for name in wanted:
+                with safe_open(path / stored[name], framework="pt") as file:
+                    self._take(tensors[name], file.get_slice(name), types[name])
+            return
+        whole: dict[str, torch.Tensor] = {}
+        if self._mesh.get_local_rank() == 0:
+            loaded = load_module(path, self._dtype)
+            whole = dict(chain(loaded.named_parameters(), loaded.named_buffers()))
+        for name in sorted(wanted):
+            values = whole[name].detach() if whole else torch.empty(tensors[name].shape, dtype=types[name])
+            # Bytes: gloo supports fewer types than torch.
+            dist.broadcast(values.contiguous().view(-1).view(torch.uint8), 0)
+            self._take(tensors[name], values, types[name])
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters()
+        yield from self._model.module.named_buffers()
+
+    def _take(self, tensor: torch.Tensor, values: Any, dtype: torch.dtype) -> None:
+        """Copy this rank's rows of a tensor or a slice of a file, rounded to a type."""
+        if not isinstance(tensor, DTensor):
+            tensor.copy_(values[...])
+        elif num_rows := len(tensor.to_local()):
+            first = self._find_first(tensor)
+            tensor.to_local().copy_(values[first : first + num_rows].to(dtype))
+
+    def _find_first(self, parameter: DTensor) -> int:
+        """Return the index of this rank's first row."""
+        most = -(-len(parameter) // self._mesh.size())
+        first = min(self._mesh.get_local_rank() * most, len(parameter))
+        num_rows = min(most, len(parameter) - first)
+        assert len(parameter.to_local()) == num_rows, "rows are not where FSDP2 puts them"
+        return first
 
     def _compute_parts(self) -> Iterator[tuple[str, DTensor, torch.Tensor]]:
         for name, parameter in self._model.named_parameters():
