@@ -169,7 +169,7 @@ def test_an_epoch_of_four_mini_batches_is_verls_own(
     assert line["approx_kl_nats"] == pytest.approx(float((np.expm1(gaps) - gaps).mean()), rel=1e-3)
     # Logarithms of ratios are exact to 9 %.
     told = [math.log(line[f"ratio_p{name}"]) for name in ("01", "50", "99")]
-    assert told == pytest.approx(np.quantile(gaps, (0.01, 0.5, 0.99)).tolist(), rel=0.09)
+    assert told == pytest.approx(np.quantile(gaps, (0.01, 0.5, 0.99)).tolist(), rel=0.09, abs=1e-5)
     assert line["loss"] == pytest.approx(float(np.mean([step.loss for step in steps])), abs=1e-6)
     assert line["grad_norm"] == pytest.approx(max(step.grad_norm for step in steps), rel=1e-4)
     # One version, however many optimizer steps.
