@@ -134,14 +134,14 @@ class Sender(threading.Thread):
         step = int(metrics["step"])
         if step <= self.sent.step:
             return
-        tracker.log(
-            step, {trackers.name_metric(name): float(v) for name, v in metrics.items() if name != "step"}
-        )
         every = self._spec.rollouts_every
         if every and (step == 1 or step % every == 0):
             chosen = choose_at_step(DirectoryRecord(self._run_dir.path), step)
             if chosen is not None:
                 tracker.table(trackers.ROLLOUTS, step, list(map(describe_rollout, chosen.rollouts)))
+        # Last: what is killed before the step is noted as sent sends it again, and numbers would be twice.
+        values = {trackers.name_metric(name): float(v) for name, v in metrics.items() if name != "step"}
+        tracker.log(step, values)
         self._save(replace(self.sent, step=step))
 
     def _send_eval(self, tracker: Tracker, summary: EvalSummary) -> None:
