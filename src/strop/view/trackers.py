@@ -126,12 +126,13 @@ class TensorboardTracker:
         from tensorboardX import SummaryWriter
 
         self.id = run.name
-        self._writer = SummaryWriter(str(run.folder), purge_step=run.first_step + 1, flush_secs=2)
+        self._writer = SummaryWriter(str(run.folder), purge_step=run.first_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write scalars."""
+        """Write scalars to the file, before the step is noted as sent: a killed process writes no buffer."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         """Write text as an indented block, which readers of Markdown show verbatim."""
@@ -141,9 +142,6 @@ class TensorboardTracker:
     def finish(self, *, cause: str) -> None:
         """Write the rest."""
         self._writer.close()
-
-
-_MLFLOW_STATUS = {"done": "FINISHED", "Interrupted": "KILLED"}
 
 
 class MlflowTracker:
@@ -189,7 +187,8 @@ class MlflowTracker:
 
     def finish(self, *, cause: str) -> None:
         """Set the run's final status."""
-        self._client.set_terminated(self.id, _MLFLOW_STATUS.get(cause, "FAILED"))
+        status = {"done": "FINISHED", "Interrupted": "KILLED"}.get(cause, "FAILED")
+        self._client.set_terminated(self.id, status)
 
 
 KINDS: Mapping[str, tuple[type[Tracker], str]] = {
