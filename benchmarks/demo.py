@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,10 @@ from benchmarks.process_memory import run_watched
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (0, 1, 2, 3, 4)
-FORMATS = ("bfloat16", "float32")
+FORMATS = {dtype: (f"model.dtype={dtype}",) for dtype in ("bfloat16", "float32")}
+_RAY = ("placement.kind=ray", "placement.learners=2", "engine.kind=vllm")
+PLACES = {"inline": (), "on Ray": _RAY, "on Ray, a step ahead": (*_RAY, "train.max_staleness=1")}
+"""Two FSDP2 ranks and vLLM; `inline` has the native engine."""
 
 
 class DemoFailed(RuntimeError):
@@ -44,14 +47,22 @@ def read_accuracies(run_dir: Path) -> tuple[float, float]:
 
 def measure_demo(*, is_quick: bool) -> Measured:
     """Train by the demo's recipe under each seed, in each number format."""
+    return _measure_arms(FORMATS, SEEDS, is_quick=is_quick)
+
+
+def measure_demo_ray(*, is_quick: bool) -> Measured:
+    """Train by the demo's recipe under three seeds in one process, on Ray, and there ahead of the learner."""
+    return _measure_arms(PLACES, SEEDS[:3], is_quick=is_quick)
+
+
+def _measure_arms(arms: Mapping[str, Sequence[str]], seeds: Sequence[int], *, is_quick: bool) -> Measured:
+    quick = ("train.steps=4",)
     found = {
-        dtype: measure_recipe(
-            "arithmetic.toml", ("train.steps=4",), is_quick=is_quick, changes=(f"model.dtype={dtype}",)
-        )
-        for dtype in FORMATS
+        arm: measure_recipe("arithmetic.toml", quick, is_quick=is_quick, changes=changes, seeds=seeds)
+        for arm, changes in arms.items()
     }
-    figures = [replace(one, name=f"{one.name}, {dtype}") for dtype in FORMATS for one in found[dtype].figures]
-    return Measured(figures=figures, details={dtype: measured.details for dtype, measured in found.items()})
+    figures = [replace(one, name=f"{one.name}, {arm}") for arm in arms for one in found[arm].figures]
+    return Measured(figures=figures, details={arm: measured.details for arm, measured in found.items()})
 
 
 def measure_demo_agent(*, is_quick: bool) -> Measured:
@@ -66,12 +77,13 @@ def measure_recipe(
     *,
     is_quick: bool,
     changes: Sequence[str] = (),
+    seeds: Sequence[int] = SEEDS,
     min_gain: float | None = None,
 ) -> Measured:
     """Train by a recipe with `changes` under each seed. `quick`: settings that only show that it works."""
     changes = (*changes, *quick, "eval.num_examples=8") if is_quick else changes
     runs = []
-    for seed in SEEDS[:1] if is_quick else SEEDS:
+    for seed in seeds[:1] if is_quick else seeds:
         runs.append(train_demo(ROOT / "recipes" / recipe, *changes, f"seed={seed}"))
         # At once: a benchmark that is ended early has told what was whole.
         print(f"seed {seed}: {runs[-1]}", flush=True)
@@ -81,7 +93,7 @@ def measure_recipe(
         name, unit = what.rsplit(", ", 1)
         goal = min_gain if name == "gain" and not is_quick else None
         figures.append(Figure(name=name, unit=unit, value=fmean(values), measured=values, at_least=goal))
-    return Measured(figures=figures, details={"seeds": SEEDS, "runs": runs})
+    return Measured(figures=figures, details={"seeds": seeds, "runs": runs})
 
 
 def train_demo(recipe: Path, *changes: str) -> dict[str, float]:
@@ -103,11 +115,15 @@ def train_demo(recipe: Path, *changes: str) -> dict[str, float]:
         before, after = read_accuracies(run_dirs[-1])
         lines = (run_dirs[-1] / "metrics.jsonl").read_text().splitlines()
         metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
+    step_s = sum(line.get("seconds_step", 0.0) for line in metrics)
+    parts = ("generate", "verify", "compute")
+    work_s = sum(line.get(f"seconds_{part}", 0.0) for line in metrics for part in parts)
     return {
         "accuracy before, share": before,
         "accuracy after, share": after,
         "gain, share": after - before,
-        "training, s": sum(line.get("seconds_step", 0.0) for line in metrics),
+        "training, s": step_s,
+        "of a step, neither sampling nor computing, share": 1.0 - work_s / step_s,
         "whole command, s": whole_s,
         "memory at the peak, GB": peak_bytes / 1e9,
     }

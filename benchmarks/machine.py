@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from strop.hardware import describe_machine
 
 COPY_BYTES = 256 * 2**20
 CALIBRATION_LIMIT_S = 1.0
@@ -35,27 +37,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _cpu_fields() -> dict[str, str]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    pairs = [line.split(":", 1) for line in lines if ":" in line]
-    return {key.strip(): value.strip() for key, value in reversed(pairs)}
-
-
 def machine_facts() -> dict[str, Any]:
     """Return what a reader needs to judge absolute numbers. Names no host."""
-    cpu = _cpu_fields()
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile")
-    return {
-        "cpu": cpu.get("model name", platform.processor()),
-        "cpu_family_model": f"{cpu.get('cpu family', '?')}/{cpu.get('model', '?')}",
-        "num_cores": num_cores(),
-        "memory_bytes": pages,
-        "instructions": [flag for flag in wanted if flag in cpu.get("flags", "").split()],
-        "limited_to": limits(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
+    facts = asdict(describe_machine())
+    del facts["host"], facts["load_average"]
+    return {**facts, "limited_to": limits()}
 
 
 def limits() -> dict[str, str]:

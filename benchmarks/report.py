@@ -9,19 +9,6 @@ from typing import Any
 from benchmarks.harness import CaseResult
 from benchmarks.ratio import RatioSummary
 
-COLUMNS = (
-    "case",
-    "rival",
-    "strop s",
-    "rival s",
-    "strop tok/s",
-    "rival tok/s",
-    "z",
-    "faster",
-    "per token",
-    "quiet",
-)
-
 
 def _median(result: CaseResult, arm: str, key: str) -> float:
     return statistics.median(float(pair[arm][key]) for pair in result.turns.pairs)
@@ -43,25 +30,26 @@ def _mean_z(result: CaseResult) -> str:
     return f"{statistics.fmean(known):.2f}" if known else "-"
 
 
-def _row(result: CaseResult) -> tuple[str, ...]:
+def _row(result: CaseResult) -> dict[str, str]:
     ours, rival = result.arms
-    return (
-        result.case.name,
-        rival,
-        f"{_median(result, ours, 'step_s'):.2f}",
-        f"{_median(result, rival, 'step_s'):.2f}",
-        f"{_rate(result, ours):.0f}",
-        f"{_rate(result, rival):.0f}",
-        _mean_z(result),
-        _interval(result.speedup),
-        _interval(result.speedup_per_token),
-        "yes" if result.is_quiet else "NO",
-    )
+    return {
+        "case": result.case.name,
+        "rival": rival,
+        "strop s": f"{_median(result, ours, 'step_s'):.2f}",
+        "rival s": f"{_median(result, rival, 'step_s'):.2f}",
+        "strop tok/s": f"{_rate(result, ours):.0f}",
+        "rival tok/s": f"{_rate(result, rival):.0f}",
+        "z": _mean_z(result),
+        "faster": _interval(result.speedup),
+        "per token": _interval(result.speedup_per_token),
+        "quiet": "yes" if result.is_quiet else "NO",
+    }
 
 
 def render_table(results: Sequence[CaseResult]) -> str:
     """Return the results as an aligned text table; ratios carry their 95 % interval."""
-    rows = [COLUMNS, *(_row(result) for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    found = [_row(result) for result in results]
+    rows = [tuple(found[0]), *(tuple(row.values()) for row in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)

