@@ -61,6 +61,8 @@ def make_package(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object] = la
         def close(self) -> None:
             calls.append(("close", ()))
 
+        def flush(self) -> None: ...
+
     module: Any = ModuleType("tensorboardX")
     module.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
