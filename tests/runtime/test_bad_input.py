@@ -7,19 +7,17 @@ import platform
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 
 from strop.errors import SandboxRefused
 from strop.runtime import host as of_hosts
 from strop.runtime.contract import FailureKind, State
 from strop.runtime.held import as_failure
-from strop.runtime.planes import DataPlane
 from strop.sandbox import engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.linux import detach_mount, mount_overlay
 from strop.sandbox.podman import make_init
-from tests.fixtures.hosts import SLOT, Orders, Workspace, host_of, workspace_at
+from tests.fixtures.hosts import Orders, host_of, workspace_at
 from tests.fixtures.sandboxes import IS_ROOT, needs_podman
 
 OTHER_MACHINE = "aarch64" if platform.machine() == "x86_64" else "x86_64"
@@ -46,24 +44,14 @@ def make_tree(top: Path, *, has_shell: bool) -> Path:
     Path(f"/proc/sys/fs/binfmt_misc/qemu-{OTHER_MACHINE}").exists(), reason="this kernel emulates the other"
 )
 @pytest.mark.parametrize(("has_shell", "why"), [(False, "No such file"), (True, "Exec format error")])
-async def test_a_shell_that_does_not_start_is_no_result(has_shell: bool, why: str, tmp_path: Path) -> None:
+async def test_a_command_that_does_not_start_is_the_images_error(
+    has_shell: bool, why: str, tmp_path: Path
+) -> None:
     tree = make_tree(tmp_path / "tree", has_shell=has_shell)
 
-    async with host_of("podman", data_plane=DataPlane.AUTO, image_dirs=(str(tmp_path),)) as orders:
-        url = await orders.start("r1", image=str(tree))
-        await orders.wait_for("r1", State.READY)
-        async with workspace_at(url) as workspace:
-            for answer in await ask_both(workspace, "true"):
-                assert answer.status_code == 501, answer.text
-                assert "no shell of the image starts" in answer.json()["detail"]
-                assert why in answer.json()["detail"]
-            # Files need none.
-            upload = await workspace.client.post(
-                "/api/file/upload", params={"path": "/tmp/x"}, files={"file": ("x", b"x")}
-            )
-            assert upload.json() == {"success": True, "file_size": 1}
-        await orders.start("r2", image=str(tree), command=("/bin/sh", "-c", "true"))
-        failed = await orders.wait_for("r2", State.FAILED)
+    async with host_of("podman", image_dirs=(str(tmp_path),)) as orders:
+        await orders.start("r1", image=str(tree), command=("/bin/sh", "-c", "true"))
+        failed = await orders.wait_for("r1", State.FAILED)
         assert failed.failure_kind is FailureKind.IMAGE_ERROR
         assert why in failed.cause
 
@@ -86,7 +74,7 @@ def test_who_programs_are_is_a_hint(tmp_path: Path) -> None:
                 result = await workspace.run("id -u; echo x > /workspace/x")
             own = ready.isolation["host_uid"]
             has_own = user >= NUM_IDS or not ready.isolation["userns"]
-            assert result == (0, f"{own if has_own else user}\n", "")
+            assert result == (0, f"{own if has_own else user}\n")
             assert own != user
             assert has_own is (index > 0)
             await orders.host.stop(f"r{index}", "it is asked for")
@@ -104,15 +92,6 @@ def test_who_programs_are_is_a_hint(tmp_path: Path) -> None:
         asyncio.run(work())
     finally:
         detach_mount(str(merged))
-
-
-async def ask_both(workspace: Workspace, command: str) -> list[httpx.Response]:
-    """Run a command in both ways that clients have; return the answers that should tell its end."""
-    body = {"command": command, "timeout": 20}
-    at_once = await workspace.client.post("/api/bash/execute_bash_command", json=body)
-    started = await workspace.client.post("/api/bash/start_bash_command", json=body)
-    query = {"command_id__eq": started.json()["id"], "sort_order": "TIMESTAMP"}
-    return [at_once, await workspace.client.get("/api/bash/bash_events/search", params=query)]
 
 
 def test_a_refusal_has_an_owner() -> None:
@@ -147,32 +126,3 @@ def test_a_node_does_without_an_engine_on_a_shared_disk(
     with pytest.raises(SandboxRefused) as caught:
         asyncio.run(of_hosts.find_backends(("podman",), lines.append))
     assert caught.value.kind == "graph_root"
-
-
-async def test_a_full_disk_of_a_sandbox_takes_no_upload() -> None:
-    async with host_of("process") as orders:
-        url = await orders.start("r1", SLOT.model_copy(update={"disk_bytes": 1 << 20}))
-        ready = await orders.wait_for("r1", State.READY)
-        if ready.isolation["disk"] != "enforced":
-            pytest.skip("the private directory is watched, not bounded")
-        async with workspace_at(url) as workspace:
-            top = (await workspace.run("echo $HOME"))[1].strip()
-            for name, status in (("kept", 200), ("more", 507)):
-                answer = await workspace.client.post(
-                    "/api/file/upload",
-                    params={"path": f"{top}/{name}"},
-                    files={"file": ("x", bytes(700_000))},
-                )
-                assert answer.status_code == status, answer.text
-            assert (await workspace.run("ls -A ~"))[1] == "kept\n"
-
-
-async def test_a_gigabyte_of_output_is_bounded_and_its_exit_code_true() -> None:
-    async with host_of("process") as orders:
-        url = await orders.start("r1")
-        await orders.wait_for("r1", State.READY)
-        async with workspace_at(url) as workspace:
-            code, out, _ = await workspace.run("head -c 1000000000 /dev/zero; exit 3", limit_s=600)
-        assert code == 3
-        assert len(out) < 32 << 20
-        assert "bytes are not kept" in out or "bytes left out" in out

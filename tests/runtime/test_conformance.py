@@ -7,6 +7,7 @@ import tarfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,27 +16,16 @@ from strop.errors import StoreError
 from strop.runtime.server_plane import OPENHANDS
 from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
-from tests.fixtures.conformance import CASES, real_client, require_passed
+from tests.fixtures import stand_in
+from tests.fixtures.conformance import CASES, REAL, real_client, require_passed
 from tests.fixtures.docker_daemon import docker
 from tests.fixtures.runtime_processes import ServiceProcess, assert_gone, find_traces, service_of
-from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman, on_every_backend
+from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 from tests.fixtures.small_root import imported, make_small_root
 
-# A slow start, no agent server, no memory: by images, or by what the node puts in their place.
-_PREPARED = (7, 10, 11)
-_OF_THE_SERVICE = (3, 4, 5, 6, 7, 8, 12, 13, 16)
-"""They do not depend on the backend."""
-RUN = {
-    # For one's own programs alone.
-    "process": (1, 2, 9, 10, 14, 15),
-    "bubblewrap": tuple(number for number in CASES if number != 10),
-    "podman": tuple(number for number in CASES if number not in _OF_THE_SERVICE),
-    # Where its containers, its images and their ends come in.
-    "docker": (1, 2, 9, 14, 15, 17, 18),
-}
-"""The cases that tests here run, by backend."""
 _FATAL = "#!/bin/sh\necho it cannot start >&2\nexit 7\n"
 _HUNGRY = "#!/bin/sh\nexec tail /dev/zero\n"
+_PROGRAMS = {"plain": stand_in.AS_AGENT_SERVER, "fatal": _FATAL, "hungry": _HUNGRY}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,20 +41,42 @@ def client() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@on_every_backend
-def test_the_matrix_passes(backend: str, tmp_path: Path) -> None:
-    cases = tuple(number for number in RUN[backend] if number not in _PREPARED)
-    with service_of(tmp_path, "--backend", backend) as service:
-        require_passed(service, [number for number in cases if number != 16])
-        if 16 in cases:
-            require_lost(service)
+@needs_bubblewrap
+def test_the_real_server_is_injected_and_used(tmp_path: Path) -> None:
+    with service_of(tmp_path, "--backend", "bubblewrap", memory_mib=2048) as service:
+        require_passed(service, REAL)
 
 
-def require_lost(service: ServiceProcess) -> None:
+@pytest.mark.slow
+@needs_podman
+def test_the_client_is_served_and_told_of_failures(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        plain, fatal, hungry = (
+            stack.enter_context(imported(tree_of(tmp_path / name, program)))
+            for name, program in _PROGRAMS.items()
+        )
+        with service_of(tmp_path, "--backend", "podman") as service:
+            cases = [number for number in CASES if number not in (*REAL, 12)]
+            extra = {"no_agent_image": fatal, "oom_image": hungry}
+            require_passed(service, cases, image=plain, extra=extra)
+            require_lost(service, plain)
+
+
+def tree_of(folder: Path, program: str) -> Path:
+    """Make the root of an image with a program in place of the agent server."""
+    top = make_small_root(folder / "root")
+    path = top / "usr" / "local" / "bin" / "openhands-agent-server"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(program)
+    path.chmod(0o755)
+    return top
+
+
+def require_lost(service: ServiceProcess, image: str) -> None:
     """Run the case in which the service is killed: by a signal that this process sends, and waits for."""
     with ThreadPoolExecutor(1) as thread:
         killing = thread.submit(kill_on_demand, service)
-        require_passed(service, (16,), extra={"wish": str(service.folder / "wish")})
+        require_passed(service, (12,), image=image, extra={"wish": str(service.folder / "wish")})
         killing.result()
 
 
@@ -82,63 +94,22 @@ def kill_on_demand(service: ServiceProcess) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "case", "given", "plane", "memory_mib"),
-    [
-        pytest.param("bubblewrap", 7, "slow_image", "inject", 2048, marks=needs_bubblewrap),
-        ("process", 10, "no_agent_image", "image", 256),
-        pytest.param("bubblewrap", 11, "oom_image", "inject", 16, marks=needs_bubblewrap),
-    ],
-)
-def test_without_images_a_real_server_is_slow_missing_or_dies(
-    backend: str, case: int, given: str, plane: str, memory_mib: int, tmp_path: Path
-) -> None:
-    """Python and its packages take seconds to begin, and do not fit into 80 MiB, 64 of them for files."""
-    words = ("--backend", backend, "--data-plane", plane)
-    with service_of(tmp_path, *words, memory_mib=memory_mib) as service:
-        require_passed(service, (case,), extra={given: "host"})
-
-
-@pytest.mark.slow
-@needs_podman
-def test_images_are_started_and_blamed(tmp_path: Path) -> None:
-    trees = {}
-    for name, script in (("plain", ""), ("fatal", _FATAL), ("hungry", _HUNGRY)):
-        trees[name] = make_small_root(tmp_path / name / "root")
-        if script:
-            program = trees[name] / "usr" / "local" / "bin" / "openhands-agent-server"
-            program.parent.mkdir(parents=True)
-            program.write_text(script)
-            program.chmod(0o755)
-    with (
-        imported(trees["plain"]) as plain,
-        imported(trees["fatal"]) as fatal,
-        imported(trees["hungry"]) as hungry,
-    ):
-        extra = {"no_agent_image": fatal, "oom_image": hungry}
-        with service_of(tmp_path, "--backend", "podman") as service:
-            require_passed(service, (10, 11), image=plain, extra=extra)
-
-
-@pytest.mark.slow
 @pytest.mark.docker
 def test_docker_starts_images_of_its_own(tmp_path: Path) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.add(make_small_root(tmp_path / "root"), arcname=".")
+        archive.add(tree_of(tmp_path, stand_in.AS_AGENT_SERVER), arcname=".")
     image = "localhost/strop-conformance-base:1"
     docker("import", "-", image, stdin=packed.getvalue())
     before = docker("ps", "--all", "--format", "{{.Names}}")
     with service_of(tmp_path, "--backend", "docker") as service:
-        require_passed(service, RUN["docker"], image=image)
+        require_passed(service, (2, 3, 7, 13, 14), image=image)
     # Those that lent images too.
     assert not {*docker("ps", "--all", "--format", "{{.Names}}").split()} - {*before.split()}
 
 
 def test_the_page_says_which_cases_are_run(request: pytest.FixtureRequest) -> None:
     page = (request.config.rootpath / "docs" / "runtime.md").read_text("utf-8")
-    rows = ["| case | situation | process | bubblewrap | podman | docker |", "|---|---|---|---|---|---|"]
-    for number, title in CASES.items():
-        marks = ("passed" if number in cases else "not run" for cases in RUN.values())
-        rows.append(f"| {number} | {title} | {' | '.join(marks)} |")
+    rows = ["| case | situation | server |", "|---|---|---|"]
+    rows += [f"| {n} | {title} | {'real' if n in REAL else 'stand-in'} |" for n, title in CASES.items()]
     assert "\n".join(rows) in page

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from strop.errors import ConfigError
+from strop.runtime.contract import SERVICE_KEY_HEADER
 from strop.runtime.service import Policy
-from strop.sandbox.wire import SERVICE_KEY_HEADER
 from tests.fixtures.runtime_service import Service, service, start_body, until
 
 ADA, BOB = "a" * 24, "b" * 24

@@ -47,7 +47,7 @@ def test_an_end_leaves_nothing(served: tuple[ServiceDir, subprocess.Popen[bytes]
     assert endpoint is not None
     with RuntimeClient(endpoint) as client:
         client.start("s")
-        assert client.run(client.wait_ready("s"), "true")["exit_code"] == 0
+        assert client.run(client.wait_ready("s"), "echo up") == (0, "up\n")
     # One process answers clients and holds the sandboxes.
     assert len(processes_of(folder.path)) == 1
     pids, places = find_traces(child.pid)

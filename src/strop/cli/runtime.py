@@ -36,13 +36,6 @@ BackendNames = Annotated[
         " that work here.",
     ),
 ]
-DataPlaneName = Annotated[
-    str,
-    typer.Option(
-        help="Who serves a sandbox's address: image (its own server), inject (one from here), own (strop,"
-        " from outside), or auto."
-    ),
-]
 Network = Annotated[
     str, typer.Option(help="What sandboxes reach: none, host, or a list, allow:HOST:PORT,HOST:PORT.")
 ]
@@ -92,7 +85,6 @@ class ServeArguments:
     ] = None
     dir: Folder = DEFAULT_FOLDER
     backend: BackendNames = None
-    data_plane: DataPlaneName = "auto"
     network: Network = "none"
     image_dir: ImageDirs = None
     registry: Registries = None
@@ -143,7 +135,6 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
     host = read_host_settings(
         folder,
         backends=tuple(name for name in args.backend or () if name != "auto"),
-        data_plane=args.data_plane,
         network=args.network,
         image_dirs=tuple(args.image_dir or ()),
         registries=tuple(args.registry or ()),
@@ -240,8 +231,6 @@ def _words_of_hosts(args: ServeArguments) -> list[str]:
     words += [word for path in args.image_dir or () for word in ("--image-dir", str(path.absolute()))]
     words += [word for host in args.registry or () for word in ("--registry", host)]
     words += [word for text in args.warm or () for word in ("--warm", text)]
-    if args.data_plane != "auto":
-        words += ["--data-plane", args.data_plane]
     return words + (["--network", args.network] if args.network != "none" else [])
 
 

@@ -19,6 +19,10 @@ from strop.sandbox.contract import MIB, IsolationLevel, Limits
 
 FACTS_EVERY_S = 2.0
 """How often the service asks a host for its `HostFacts`."""
+SERVICE_KEY_HEADER = "X-API-Key"
+"""Holds the caller's key in requests to the service."""
+SANDBOX_KEY_HEADER = "X-Session-API-Key"
+"""Holds the key of the sandbox in requests to its address, whose server asks for it."""
 MAX_ID_CHARS = 256
 MAX_FACTOR = 1024.0
 MAX_OUTPUT_BYTES = 64 * MIB
@@ -219,10 +223,9 @@ class SandboxReport(_Message):
     isolation: dict[str, Any] = Field(default_factory=dict)
     """The `sandbox.Isolation` that was reached."""
     timeline: dict[str, float] = Field(default_factory=dict)
-    """Unix times at which it was queued, had its image, was started, was ready, ran its first command and was
-    stopped."""
+    """Unix times at which it was queued, had its image, was started, was ready and was stopped."""
     usage: dict[str, float] = Field(default_factory=dict)
-    """cpu_s, memory_bytes, processes, disk_bytes, commands."""
+    """cpu_s, memory_peak_bytes, disk_bytes, oom_kills, refused_calls."""
     version: int = 0
     """Grows with each change of its state at its host: the older of two reports is dropped."""
 

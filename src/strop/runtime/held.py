@@ -80,9 +80,6 @@ class HeldSandbox:
             log_tail = plane.log_tail()
         if failure is not None:
             log_tail = "\n".join(filter(None, (log_tail, f"strop: {failure.kind}: {failure.cause}")))
-        timeline = dict(self._timeline)
-        if plane is not None and plane.first_command_at is not None:
-            timeline["first_command"] = plane.first_command_at
         return SandboxReport(
             runtime_id=self.order.runtime_id,
             state=self.state,
@@ -93,9 +90,9 @@ class HeldSandbox:
             log_tail=log_tail[-_LOG_CHARACTERS:],
             events=tuple(self._events),
             isolation=self._isolation,
-            timeline=timeline,
+            timeline=dict(self._timeline),
             version=self._version,
-            usage=({"commands": float(plane.num_commands)} if plane is not None else {}) | self._usage,
+            usage=self._usage,
         )
 
     async def pause(self) -> None:

@@ -23,7 +23,6 @@ from strop.runtime.capacity import find_end, measure_capacity
 from strop.runtime.contract import HostFacts, Order, SandboxReport, Slot
 from strop.runtime.held import HeldSandbox
 from strop.runtime.making import MakeSettings, Starter
-from strop.runtime.planes import DataPlane
 from strop.runtime.ports import Gate
 from strop.runtime.pulling import Images, engine_of
 from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
@@ -44,7 +43,6 @@ class HostSettings:
 
     make: MakeSettings
     """Without backends: all that can make a sandbox there."""
-    data_plane: DataPlane = DataPlane.AUTO
     address: str = ""
     """The one address of its machine on which its sandboxes listen; empty: that by which other nodes reach
     it."""
@@ -123,7 +121,7 @@ class SandboxHost:
         self._capacity = self._settings.capacity or measure_capacity()
         self._address = self._address or find_host_address(2, os.environ.get("GLOO_SOCKET_IFNAME"))
         images = Images(engine_of(self.backends), registries=self._settings.registries)
-        self._starter = Starter(make, self.backends, self._settings.data_plane, images)
+        self._starter = Starter(make, self.backends, images)
         return await self.facts()
 
     async def facts(self) -> HostFacts:

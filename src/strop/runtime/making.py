@@ -16,10 +16,15 @@ from pathlib import Path
 from strop.errors import ConfigError, SandboxError, SandboxRefused
 from strop.runtime.contract import FailureKind, Order, Slot, StartRequest
 from strop.runtime.owner_plane import OwnerPlane
-from strop.runtime.planes import DataPlane, Plane, SandboxFailed, is_agent_server
+from strop.runtime.planes import Plane, SandboxFailed
 from strop.runtime.pulling import Images
-from strop.runtime.server_plane import ServerPlane, find_working_dir, injected_argv, injected_mounts
-from strop.runtime.workspace import Workspace
+from strop.runtime.server_plane import (
+    OPENHANDS,
+    ServerPlane,
+    injected_argv,
+    injected_mounts,
+    is_agent_server,
+)
 from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec
 from strop.sandbox.allowlist import parse_network
 from strop.sandbox.choose import choose_among
@@ -218,15 +223,12 @@ class Made:
 class Starter:
     """Starts sandboxes on a node: fetches the image, makes the sandbox and starts its plane."""
 
-    def __init__(
-        self, settings: MakeSettings, backends: tuple[str, ...], policy: DataPlane, images: Images
-    ) -> None:
+    def __init__(self, settings: MakeSettings, backends: tuple[str, ...], images: Images) -> None:
         self._maker = Maker(settings, backends)
         self._warm = settings.warm
         self._images = images
         self._ids: dict[str, str] = {}
         """Ids of images by name, as last fetched. A sandbox is made from the id: a name may be moved."""
-        self._policy = policy
         self._counts: Counter[str] = Counter()
 
     async def fetch_image(self, order: Order, say: Callable[[str], None]) -> None:
@@ -241,16 +243,9 @@ class Starter:
 
     async def make(self, order: Order, note_use: Callable[[], None]) -> Made:
         """Make the sandbox and start its plane. Raises: SandboxFailed, StropError."""
-        is_stock_client = order.request.sandbox is None
-        if self._policy is DataPlane.OWN and is_stock_client and not is_agent_server(order.request):
-            raise SandboxFailed(
-                FailureKind.IMAGE_ERROR,
-                f"command {order.request.command[:1]} is not OpenHands' agent server, whose routes alone this"
-                " node serves itself (data plane `own`)",
-            )
         kind = await self._maker.kind_of(order)
         kind = replace(kind, image=self._ids.get(kind.image, kind.image) if kind.image else None)
-        if self._is_injected(order):
+        if _may_need_server(order) and OPENHANDS.is_ready():
             kind = replace(kind, mounts=await asyncio.to_thread(injected_mounts, kind.backend, kind.image))
         sandbox = await self._maker.make(kind, self._warm.get(order.request.image, 0))
         try:
@@ -262,30 +257,19 @@ class Starter:
         return Made(sandbox=sandbox, plane=plane)
 
     async def _serve(self, order: Order, sandbox: LocalSandbox, note_use: Callable[[], None]) -> Plane:
-        policy = self._policy
         request = order.request
         if request.sandbox is not None:
             return OwnerPlane(sandbox, order.session_api_key, note_use)
-        if policy is DataPlane.AUTO:
-            has_server = not is_agent_server(request) or await _has_program(sandbox, request.command[0])
-            policy = DataPlane.IMAGE if has_server else DataPlane.OWN
-        if policy is DataPlane.OWN:
-            cwd = await find_working_dir(sandbox, request)
-            return Workspace(
-                sandbox,
-                key=order.session_api_key,
-                env=request.environment,
-                working_dir=cwd,
-                note_use=note_use,
-            )
         argv, env = list(request.command), dict[str, str]()
-        if self._is_injected(order):
+        if _may_need_server(order) and not await _has_program(sandbox, request.command[0]):
+            if not OPENHANDS.is_ready():
+                raise SandboxFailed(
+                    FailureKind.IMAGE_ERROR,
+                    f"the image has no {request.command[0]}, and no agent server can be injected: run `make"
+                    " openhands-deps` on the node",
+                )
             argv, env = injected_argv(request, sandbox.find_mount)
         return await ServerPlane.start(sandbox, order, argv, env, note_use)
-
-    def _is_injected(self, order: Order) -> bool:
-        is_openhands = order.request.sandbox is None and is_agent_server(order.request)
-        return self._policy is DataPlane.INJECT and is_openhands
 
     def metrics(self) -> dict[str, float]:
         """Return the counters of starts, image pulls and sandboxes made ahead."""
@@ -300,6 +284,10 @@ class Starter:
         """Cancel image pulls and stop the sandboxes that were made ahead."""
         await self._images.close()
         await self._maker.close()
+
+
+def _may_need_server(order: Order) -> bool:
+    return order.request.sandbox is None and is_agent_server(order.request)
 
 
 async def _has_program(sandbox: LocalSandbox, path: str) -> bool:

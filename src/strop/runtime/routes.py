@@ -12,12 +12,11 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from pydantic import BaseModel, Field
 
-from strop.runtime.contract import FailureKind, StartRequest, State
+from strop.runtime.contract import SERVICE_KEY_HEADER, FailureKind, StartRequest, State
 from strop.runtime.keys import ANYONE, KeyRing
 from strop.runtime.queue import RESOURCES
 from strop.runtime.service import Service
 from strop.runtime.web import Guard, Scope, header_of, make_app
-from strop.sandbox.wire import SERVICE_KEY_HEADER
 
 MAX_LEASE_S = 7 * 24 * 3600.0
 MAX_BODY_BYTES = 256 << 10

@@ -32,7 +32,6 @@ from strop.io.lock import FileLock
 from strop.runtime.host import HostSettings, SandboxHost
 from strop.runtime.keys import KeyRing, open_keys, require_keys_or_loopback
 from strop.runtime.making import MakeSettings
-from strop.runtime.planes import DataPlane
 from strop.runtime.ports import Gate
 from strop.runtime.routes import build_app, guard
 from strop.runtime.service import Policy, Service
@@ -162,17 +161,12 @@ def read_host_settings(
     folder: ServiceDir,
     *,
     backends: Sequence[str] = (),
-    data_plane: str = "auto",
     network: str = "none",
     image_dirs: Sequence[Path] = (),
     registries: Sequence[str] = (),
     warm: Sequence[str] = (),
 ) -> HostSettings:
     """Return the settings of hosts. Raises: ConfigError for an option that cannot be."""
-    if data_plane not in list(DataPlane):
-        raise ConfigError(
-            f"data plane {data_plane!r}", allowed=", ".join(DataPlane), next_step="name one of them"
-        )
     try:
         parse_network(network)
     except ValueError as error:
@@ -198,7 +192,6 @@ def read_host_settings(
         make=MakeSettings(
             backends=tuple(backends), network=network, image_dirs=tuple(map(str, folders)), warm=numbers
         ),
-        data_plane=DataPlane(data_plane),
         registries=tuple(registries),
     )
 

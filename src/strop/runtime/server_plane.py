@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from strop.errors import ConfigError, SandboxError, SandboxLost, given_of
+from strop.errors import SandboxError, SandboxLost, given_of
 from strop.runtime.contract import INSIDE_PORT, FailureKind, Order, StartRequest
 from strop.runtime.planes import SandboxFailed, lost_as_failure
 from strop.runtime.ports import splice
@@ -25,6 +25,9 @@ from strop.sandbox.following import Job
 from strop.sandbox.local import LocalSandbox
 from strop.store.python_environment import PythonEnvironment
 
+_AGENT_WORDS = ("openhands-agent-server", "openhands.agent_server", "agent-server")
+_OPENED_AT_ONCE = 32
+"""A sandbox refuses more than 64: strangers would then have its owner refused."""
 _LOG_BYTES = 16 << 10
 _SHOWN_LINES = 40
 _LIBRARIES = "/.strop-libraries"
@@ -48,14 +51,12 @@ OPENHANDS = PythonEnvironment(
 class ServerPlane:
     """A server that runs in a sandbox."""
 
-    num_commands = 0
-    first_command_at: float | None = None
-
     def __init__(self, sandbox: LocalSandbox, job: Job, port: int, note_use: Callable[[], None]) -> None:
         self._sandbox = sandbox
         self._note_use = note_use
         self._port = port
         self._log = b""
+        self._opening = asyncio.Semaphore(_OPENED_AT_ONCE)
         self._end = asyncio.create_task(job.wait())
         # `wait_ended` raises its error. If nobody waits, asyncio would log it.
         self._end.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -85,7 +86,8 @@ class ServerPlane:
     async def connect(self) -> asyncio.Protocol:
         """Connect to the server's port inside the sandbox."""
         try:
-            connection = await self._sandbox.connect(self._port)
+            async with self._opening:
+                connection = await self._sandbox.connect(self._port)
         except SandboxError as error:
             raise ConnectionError(given_of(error)) from error
         return await splice(self._note_use, connection)
@@ -126,6 +128,11 @@ class ServerPlane:
                 self._log = (self._log + output.stdout + output.stderr)[-_LOG_BYTES:]
 
 
+def is_agent_server(request: StartRequest) -> bool:
+    """Whether a command starts OpenHands' agent server, which is injected where an image lacks it."""
+    return any(word.rpartition("/")[2] in _AGENT_WORDS for word in request.command)
+
+
 def server_environment(order: Order, scratch: str) -> dict[str, str]:
     """Return the environment of a server: the client's variables, and those that the service sets."""
     folder = f"{scratch}/.agent-server"
@@ -158,14 +165,8 @@ def injected_mounts(backend: str, image: str | None) -> tuple[Mount, ...]:
     """Return the mounts of OpenHands' agent server and its Python, below a root that every user may enter.
 
     Their own folders may be in a home that an image closes. A `process` sandbox has no other paths. Runs ldd
-    once. Raises: ConfigError if its environment has not been made.
+    once.
     """
-    if not OPENHANDS.is_ready():
-        raise ConfigError(
-            f"data plane `inject`, and {OPENHANDS.path} is not complete",
-            allowed="a node on which OpenHands' environment has been made",
-            next_step="run `make openhands-deps` on the node, or choose data plane `own`",
-        )
     folders = {"server": str(OPENHANDS.path), "python": str(_base_of(OPENHANDS.python))}
     libraries = find_libraries() if image is not None else {}
     return (

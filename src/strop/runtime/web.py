@@ -1,4 +1,4 @@
-"""What the service and the workspaces of its sandboxes have in common as HTTP servers.
+"""The service as an HTTP server.
 
 Every refusal is `{"detail": ...}`; no answer is a redirect. Keys are checked before a body is read, and
 bodies are bounded in size and time. A `Gate` bounds connections.

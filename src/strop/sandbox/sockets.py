@@ -164,8 +164,7 @@ def _become_proxy(allowed: AllowList, control: socket.socket) -> NoReturn:
     try:
         signal.set_wakeup_fd(-1)
         close_all_but({0, 1, 2, control.fileno()})
-        # Imported here, since other forks of the daemon do not need it, and while this user may still read
-        # it.
+        # Imported here, while this user may still read it; other forks of the daemon do not need it.
         from strop.sandbox.proxy import serve_callers
 
         forbid_privileges()

@@ -248,6 +248,7 @@ class Supervisor:
     def on_connected(self) -> None:
         """Count a connection attempt that has ended."""
         self._num_connecting -= 1
+        _collect_children()
 
     def _pause(self) -> dict[str, Any]:
         try:

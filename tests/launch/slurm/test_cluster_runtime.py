@@ -94,7 +94,7 @@ def use_and_lose_a_node(client: RuntimeClient) -> None:
         name = f"s{len(records)}"
         assert client.start(name)["status"] == "starting"
         records.append(client.wait_ready(name))
-        assert client.run(records[-1], "echo here; exit 3")["exit_code"] == 3
+        assert client.run(records[-1], "echo here; exit 3") == (3, "here\n")
     assert {record["node"] for record in records} == {node["node_id"] for node in nodes}
 
     # A node is lost: its sandboxes are, the others live.
@@ -107,7 +107,7 @@ def use_and_lose_a_node(client: RuntimeClient) -> None:
         )
         assert (ended["failure_kind"], ended["pod_status"]) == ("infra_lost", "unknown")
     kept = next(record for record in records if record not in lost)
-    assert client.run(kept, "true")["exit_code"] == 0
+    assert client.run(kept, "true")[0] == 0
 
 
 REWARD = """
@@ -131,18 +131,16 @@ def score(reply):
     \"\"\"A fifth of the length's remainder, computed in a sandbox of the run's own service.\"\"\"
     endpoint = find_endpoint("runtime")
     key = {"X_API_Key": endpoint.key}
-    body = {"image": "host", "command": "SERVER", "session_id": "reward"}
+    body = {"image": "host", "command": 'SERVER', "session_id": "reward"}
     found = ask(endpoint.url + "/start", body, **key)
     while found["pod_status"] != "ready":
         assert found["status"] == "starting", found
         found = ask(endpoint.url + "/sessions/reward", **key)
-    answer = ask(
-        found["url"] + "/api/bash/execute_bash_command",
-        {"command": f"echo $(({sum(map(ord, reply))} % 5)) | tee -a /tmp/asked", "timeout": 20},
-        X_Session_API_Key=found["session_api_key"],
-    )
-    return int(answer["stdout"]) / 4
-""".replace("SERVER", SERVER)
+    command = f"echo $(({sum(map(ord, reply))} % 5)) | tee -a /tmp/asked".encode()
+    request = Request(found["url"] + "/run", command, {"X-Session-API-Key": found["session_api_key"]})
+    with _opener.open(request, timeout=60.0) as answer:
+        return int(answer.read()) / 4
+""".replace("'SERVER'", repr(SERVER))
 
 
 def test_a_training_job_brings_its_sandboxes_on_its_cpu_nodes(
