@@ -14,17 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from strop.cluster.local import LocalLearner
-from strop.cluster.publishers import (
-    FilePublisher,
-    clear_publications,
-    has_memory_room,
-    open_memory_dir,
-    open_publisher,
-)
+from strop.cluster.publishers import FilePublisher, has_memory_room, open_publisher
 from strop.engine.loading import can_swap_adapters
 from strop.engine.native import NativeEngine
 from strop.errors import StoreError, WeightMismatch
-from strop.hardware.leftovers import clear_shared_memory
 from strop.policy.device_wires import device_digest
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
@@ -53,7 +46,7 @@ def change(learner: Learner, version: int) -> None:
     learner.version = version
 
 
-async def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_first(
+async def test_gpus_of_the_job_send_weights_from_device_to_device(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_model_dir)
@@ -62,18 +55,13 @@ async def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_firs
     learner.sender = sender  # type: ignore[assignment]
 
     def build(**sections: Any) -> Any:
-        layout = settle_layout(tiny_spec(**sections))
-        return open_publisher(layout, local, tmp_path, lambda: None, host="127.0.0.1")
+        return open_publisher(settle_layout(tiny_spec(**sections)), local, tmp_path, host="127.0.0.1")
 
-    apart = build(job={"train_gpus": 1, "infer_gpus": 2})
-    first, second = await apart.publish(), await apart.publish()
-    assert (first.transport, first.digest) == ("file", weights_digest(learner.model))
-    assert (second.transport, second.path) == ("broadcast", "nccl://there/v000000-0")
-    assert second.digest == device_digest(learner.compute_copies())
-    await apart.close()
-    shared = build(job={"gpus": 2})
-    for _ in range(2):
-        await shared.publish()
+    apart, shared = build(job={"train_gpus": 1, "infer_gpus": 2}), build(job={"gpus": 2})
+    update = await apart.publish()
+    assert (update.transport, update.path) == ("broadcast", "nccl://there/v000000-0")
+    assert update.digest == device_digest(learner.compute_copies())
+    await shared.publish()
     # The next call waits until the weights are sent.
     await local.call(sender.note)
     assert sender.order == [("nccl", "v000000-0", 2), ("ipc", "v000000-0", 2), "next"]
@@ -98,17 +86,9 @@ class Sender:
         self.order.append("next")
 
 
-def test_memory_is_used_where_it_has_room_and_given_back(tiny_model_dir: Path) -> None:
+def test_memory_is_used_where_it_has_room(tiny_model_dir: Path) -> None:
     assert has_memory_room(tiny_model_dir)
     assert not has_memory_room(tiny_model_dir, reserved_bytes=1 << 60)
-    with open_memory_dir() as path:
-        assert path.parent == Path("/dev/shm")
-        assert oct(path.stat().st_mode & 0o777) == "0o700"
-        # Whose owner lives stays, whoever clears.
-        assert path not in clear_shared_memory()
-        assert path.is_dir()
-    assert not path.exists()
-    assert not path.with_name(f"{path.name}.lock").exists()
 
 
 def truncate(path: Path) -> None:
@@ -133,7 +113,7 @@ async def test_a_file_that_is_not_what_was_published_leaves_the_old_weights(
     spoil: Callable[[Path], None], promised: str | None, message: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     learner = make_learner(tiny_model_dir)
-    publisher = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: None)
+    publisher = FilePublisher(LocalLearner(learner), tmp_path / "w")
     model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
     engine, before = NativeEngine(model, Tokenizer.load(tiny_model_dir)), weights_digest(model)
     change(learner, 1)
@@ -149,7 +129,7 @@ async def test_a_file_that_is_not_what_was_published_leaves_the_old_weights(
 def test_a_publication_names_version_digest_and_file(tiny_model_dir: Path, tmp_path: Path) -> None:
     learner = make_learner(tiny_model_dir)
     learner.version = 12
-    publisher = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: None)
+    publisher = FilePublisher(LocalLearner(learner), tmp_path / "w")
     update = asyncio.run(publisher.publish())
     # Publishing twice is publishing once.
     assert asyncio.run(publisher.publish()) == update
@@ -159,18 +139,17 @@ def test_a_publication_names_version_digest_and_file(tiny_model_dir: Path, tmp_p
     assert names(tmp_path / "w") == ["v000012.safetensors"]
 
 
-def test_files_older_than_the_served_version_are_removed(tiny_model_dir: Path, tmp_path: Path) -> None:
-    learner, served = make_learner(tiny_model_dir), [0]
-    publisher = FilePublisher(LocalLearner(learner), tmp_path, lambda: served[0])
+def test_the_newest_two_files_are_kept_and_none_at_the_end(tiny_model_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(tiny_model_dir)
+    publisher = FilePublisher(LocalLearner(learner), tmp_path / "w")
     seen = []
-    for version, acknowledged in ((0, 0), (1, 0), (2, 1), (3, 2)):
-        learner.version, served[0] = version, acknowledged
+    for version in (0, 1, 1, 2, 3):
+        learner.version = version
         asyncio.run(publisher.publish())
-        seen.append([int(name[1:7]) for name in names(tmp_path)])
-    # What is served stays until the next version is; version 1 goes when 2 is served.
-    assert seen == [[0], [0, 1], [1, 2], [2, 3]]
-    clear_publications(tmp_path)
-    assert not tmp_path.exists()
+        seen.append([int(name[1:7]) for name in names(tmp_path / "w")])
+    assert seen == [[0], [0, 1], [1], [1, 2], [2, 3]]
+    asyncio.run(publisher.close())
+    assert names(tmp_path) == []
 
 
 def test_a_full_disk_is_told_and_leaves_no_partial_file(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -178,7 +157,7 @@ def test_a_full_disk_is_told_and_leaves_no_partial_file(tiny_model_dir: Path, tm
     with tiny_disk(tmp_path / "disk") as disk:
         (disk / "ballast").write_bytes(b"x" * 1_000_000)
         with pytest.raises(StoreError, match=r"the weights could not be written to .*v000000"):
-            asyncio.run(FilePublisher(LocalLearner(learner), disk / "w", lambda: None).publish())
+            asyncio.run(FilePublisher(LocalLearner(learner), disk / "w").publish())
         assert names(disk / "w") == []
 
 
@@ -188,22 +167,19 @@ def test_engines_that_swap_adapters_get_nothing_else_after_the_base(
     model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
     base = weights_digest(model)
     model.adapt(LoraSpec(rank=2), seed=1)
-    learner, served = Learner(model, tiny_spec().optimizer), [None, 0, 1]
-    publisher = FilePublisher(LocalLearner(learner), tmp_path, lambda: served[0], sends_adapters=True)
+    learner = Learner(model, tiny_spec().optimizer)
+    publisher = FilePublisher(LocalLearner(learner), tmp_path, sends_adapters=True)
     first = asyncio.run(publisher.publish())
     assert (first.is_adapter, first.digest) == (False, base)
     for version in (1, 2):
-        del served[0]
         learner.version = version
         update = asyncio.run(publisher.publish())
         assert (update.is_adapter, update.path) == (True, str(tmp_path / f"v{version:06d}"))
         stored = load_file(f"{update.path}/adapter_model.safetensors")
         assert tensors_digest(stored.items()) == update.digest
         assert all("lora_" in name for name in stored)
-    # The base, older than the served version 1, is gone.
+    # The base is gone.
     assert names(tmp_path) == ["v000001", "v000002"]
-    clear_publications(tmp_path)
-    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 
 from strop.cluster.contract import build_placement
 from strop.cluster.ray.attached import AttachedCluster
+from strop.cluster.ray.placement import seat
 from strop.errors import CheckRefused
 from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import spawn, terminate
@@ -180,11 +181,9 @@ def refusals(folder: Path, asked: list[tuple[str, int, int]]) -> list[str]:
 
     async def act(address: str, num_nodes: int, gpus: int) -> None:
         cluster = AttachedCluster(address, folder, num_nodes)
-        cluster.launch()
         try:
-            await cluster.connect()
-            await cluster.await_nodes(range(num_nodes), 1.0)
-            cluster.reserve(tiny_spec(job={"gpus": gpus}).layout.slots)
+            await cluster.start()
+            seat(tiny_spec(job={"gpus": gpus}).layout.slots, await cluster.await_nodes(), has_gpus=True)
         finally:
             await cluster.stop()
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from strop.cluster.ray import deaths
-from strop.cluster.ray.deaths import DeathWatch, FollowedRole
-from strop.cluster.ray.runtime import JoinedNode
+from strop.cluster.ray.deaths import DeathWatch, RunningRole
+from strop.cluster.ray.roles import RoleFacts
 from strop.cluster.ray.workers import RolloutWorkers
 from strop.errors import EngineLost, LearnerError
+from strop.spec.layout import RoleKind, RoleSlot
 from tests.fixtures.ray_traces import needs_ray
 
 pytestmark = needs_ray
@@ -26,27 +27,21 @@ class Desk:
     """A watch over roles that end when a test says so."""
 
     def __init__(self, tmp_path: Path, *names: str) -> None:
-        self.nodes: list[JoinedNode] = []
+        self.head_death: str | None = None
         self.lost: list[str] = []
-        self.watch = DeathWatch(lambda: self.nodes, lambda: None)
-        self.watch.start()
+        self.watch = DeathWatch(lambda: self.head_death)
         self.watch.report_to(lambda name, message: self.lost.append(name))
         self.endings: dict[str, asyncio.Future[str]] = {}
         for name in names:
             self.endings[name] = asyncio.get_running_loop().create_future()
-            role = FollowedRole(
-                name=name,
-                node=int(name[-1]),
-                pid=1,
-                host="here",
-                log_path=tmp_path / "log",
-                is_replica=name.startswith("engine"),
-            )
+            kind, index = name.split("-")
+            slot = RoleSlot(kind=RoleKind(kind), index=int(index), node=int(index))
+            role = RunningRole(slot=slot, log_path=tmp_path / "log", facts=RoleFacts(pid=1, host="here"))
             self.watch.follow(role, self.endings[name])
 
     async def end(self, name: str) -> None:
         self.endings[name].set_result("signal 9")
-        await until(lambda: self.watch.find_end(name) is not None)
+        await until(lambda: f"role {name} " in (self.watch.find(name) or ""))
 
     def run_is_over(self) -> str | None:
         return self.watch.find("somebody else")
@@ -66,7 +61,7 @@ async def test_the_run_outlives_all_engines_but_the_last(tmp_path: Path) -> None
     assert desk.lost == ["engine-0"]
     assert desk.run_is_over() is None
     assert "engine-0 on node 0 (here), process 1, ended: signal 9" in (desk.watch.find("engine-0") or "")
-    assert desk.watch.find_end("engine-1") is None
+    assert desk.watch.find("engine-1") is None
     await desk.end("engine-1")
     assert desk.lost == ["engine-0"]
     assert "role engine-1" in (desk.run_is_over() or "")
@@ -83,20 +78,12 @@ async def test_any_other_role_ends_the_run(tmp_path: Path) -> None:
     desk.watch.stop()
 
 
-@pytest.mark.parametrize(
-    ("names", "is_over"),
-    [(("learner-0", "engine-0", "engine-1"), False), (("engine-0", "engine-1", "worker-1"), True)],
-)
-async def test_a_lost_node_ends_the_run_if_more_than_replicas_were_on_it(
-    names: Sequence[str], is_over: bool, tmp_path: Path
-) -> None:
-    desk = Desk(tmp_path, *names)
-    desk.nodes = [JoinedNode(ray_id="b", name="1@other", address="10.0.0.2", is_alive=False, why="silent")]
-    # The watch looks every second.
-    await until(lambda: desk.watch.find("engine-1") is not None)
-    assert (desk.run_is_over() is not None) == is_over
-    assert desk.lost == ([] if is_over else ["engine-1"])
-    assert "node 1@other (10.0.0.2) was lost, and with it engine-1" in str(desk.watch.find("engine-1"))
+async def test_the_end_of_ray_on_the_head_ends_the_run(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, "engine-0", "engine-1")
+    desk.head_death = "signal 9"
+    await until(lambda: desk.run_is_over() is not None)
+    with pytest.raises(EngineLost, match="signal 9"):
+        await desk.watch.guard(asyncio.sleep(600), 600.0, role="engine-0")
     desk.watch.stop()
 
 
@@ -121,7 +108,7 @@ async def test_a_group_whose_engine_leaves_meanwhile_is_attempted_by_another_wor
     desk = Desk(tmp_path, "learner-0")
     out: set[str] = set()
     actors = [Worker("a", out), Worker("b")]
-    workers = RolloutWorkers(actors, desk.watch, serves=lambda worker: actors[worker].name not in out)
+    workers = RolloutWorkers(actors, desk.watch, engines=["a", "b"], serves=lambda name: name not in out)
     found: list[object] = [await workers.run_group([]) for _ in range(2)]
     assert found == ["b", "b"]
     out.add("b")
@@ -148,8 +135,7 @@ def test_a_role_that_raised_is_told_by_its_error_with_the_traceback_from_there(
         raise RayTaskError("step", "in step: raise", cause, proctitle="role", pid=1, ip="10.0.0.1")
 
     async def act() -> None:
-        watch = DeathWatch(list, lambda: None)
-        watch.start()
+        watch = DeathWatch(lambda: None)
         try:
             await watch.guard(call(), 600.0)
         finally:

@@ -1,49 +1,21 @@
-"""What roles on Ray check of themselves, and which nodes join, without Ray itself."""
+"""What roles on Ray check of themselves, without Ray itself."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from strop.cluster.ray.deaths import read_log
-from strop.cluster.ray.node import await_head
 from strop.cluster.ray.roles import RayRole, RoleStart
-from strop.cluster.ray.workers import assign_engines
-from strop.errors import CheckRefused
 from strop.hardware.visible_devices import ENV_DEVICES, PART_DEVICES
-from strop.spec.layout import DeviceShare
-from strop.store import get_model
-from tests.fixtures.sockets import free_port
+from strop.spec.layout import DeviceShare, RoleKind, RoleSlot
+from strop.store import ModelHandle, get_model
 
 VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
-
-
-def test_workers_are_shared_out_evenly_among_engines() -> None:
-    assert assign_engines(4, 2) == [0, 1, 0, 1]
-    assert assign_engines(0, 2) == []
-
-
-def test_a_head_that_never_comes_is_said_and_an_order_ends_the_wait() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(CheckRefused, match=address):
-        await_head(address, lambda: None, limit_s=0.1)
-    assert not await_head(address, lambda: "told to by SIGTERM")
-    # A name that does not resolve yet is waited for, too.
-    assert not await_head("no-such-host.invalid:1", lambda: "told to by SIGTERM")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert await_head(f"127.0.0.1:{server.getsockname()[1]}", lambda: None)
-
-
-def test_the_log_of_another_machine_is_named_where_it_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "engine-0.log").write_text("one\ntwo\n")
-    assert read_log(tmp_path / "engine-0.log", "algo-2") == "one\ntwo"
-    assert read_log(tmp_path / "engine-1.log", "algo-2") == "(they are on algo-2)"
 
 
 ROLE = """
@@ -52,7 +24,9 @@ from pathlib import Path
 from strop.store import ModelHandle
 from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.errors import StropError
-role = RayRole(RoleStart(name="engine-1", node=1, log_path=sys.argv[1]))
+from strop.spec.layout import RoleKind, RoleSlot
+slot = RoleSlot(kind=RoleKind.ENGINE, index=1, node=1)
+role = RayRole(RoleStart(slot=slot, log_path=Path(sys.argv[1])))
 found = []
 for path, digest in json.loads(sys.argv[3]):
     try:
@@ -78,7 +52,7 @@ def test_a_role_fetches_the_model_where_it_is_not_and_refuses_another_one(
 
 
 def test_importing_the_room_imports_neither_ray_nor_torch() -> None:
-    modules = ("settings", "node", "runtime", "roles", "deaths")
+    modules = ("node", "runtime", "roles", "deaths")
     code = "import sys\n" + "\n".join(f"import strop.cluster.ray.{name}" for name in modules)
     code += "\nprint([name for name in ('ray', 'torch') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -87,6 +61,10 @@ def test_importing_the_room_imports_neither_ray_nor_torch() -> None:
 
 EACH_IN_A_CHILD = """
 import os, sys
+from pathlib import Path
+from strop.cluster.ray.roles import RoleStart
+from strop.spec.layout import RoleKind, RoleSlot
+from strop.store import ModelHandle
 def for_each(cases, act):
     for case in cases:
         if os.fork() == 0:
@@ -94,17 +72,19 @@ def for_each(cases, act):
             sys.stdout.flush()
             os._exit(0)
         assert os.wait()[1] == 0
+def start_of(kind, log, **told):
+    return RoleStart(slot=RoleSlot(kind=kind, index=0, node=0), log_path=Path(log), **told)
+MODEL = ModelHandle(path=Path("unused"), digest="")
 """
 BEGIN = """
 import json
-from strop.cluster.ray.roles import RoleStart
 from strop.cluster.ray.workers import RolloutWorker
 def begin(mark):
     store = {"STROP_STORE_URI": "s3://a/b"}
-    facts = RolloutWorker(
-        RoleStart(name="worker-0", node=1, log_path=f"{mark}.log", mark_path=mark, variables=store)
-    ).begin()
-    print(json.dumps([facts.sees_run, os.environ["STROP_STORE_URI"]]))
+    log = f"{mark}.log"
+    role = RolloutWorker(start_of(RoleKind.WORKER, log, mark_path=Path(mark), variables=store))
+    role.begin(MODEL)
+    print(json.dumps([role.sees_run, os.environ["STROP_STORE_URI"]]))
 for_each(sys.argv[1:], begin)
 """
 
@@ -123,12 +103,12 @@ def test_a_role_knows_whether_it_sees_the_runs_disk_and_follows_its_store(tmp_pa
 
 LOGGING_ROLE = """
 import logging
-from strop.cluster.ray.roles import RayRole, RoleStart
+from strop.cluster.ray.roles import RayRole
 class Quiet(RayRole):
     computes = False
 def begin(level):
     path = f"{sys.argv[1]}/{level}.log"
-    Quiet(RoleStart(name="learner-0", node=0, log_path=path, log_level=level or None)).begin()
+    Quiet(start_of(RoleKind.LEARNER, path, log_level=level or None)).begin(MODEL)
     logging.getLogger("any.library").info("it said so")
 for_each(["info", "error", ""], begin)
 """
@@ -156,16 +136,19 @@ def test_a_worker_and_its_sandboxes_see_the_gpus_for_environments(
     monkeypatch.setenv("STROP_INFER_DEVICES", "1")
     monkeypatch.setenv(ENV_DEVICES, "5,6,7")
     monkeypatch.setattr(os, "dup2", lambda *_: 0)
-    share = DeviceShare(part="env", first=1, count=2)
-    log_path = str(tmp_path / "worker-0.log")
-    RayRole(RoleStart(name="worker-0", node=0, log_path=log_path, devices=share, has_env_gpus=True)).begin()
+
+    def begin(share: DeviceShare, *, takes_devices: bool = True) -> None:
+        slot = RoleSlot(kind=RoleKind.WORKER, index=0, node=0, devices=share)
+        start = RoleStart(slot=slot, log_path=tmp_path / "log", takes_devices=takes_devices)
+        RayRole(start).begin(ModelHandle(path=tmp_path, digest=""))
+
+    begin(DeviceShare(part="env", first=1, count=2))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ[ENV_DEVICES] == "6,7"
     assert "STROP_INFER_DEVICES" not in os.environ
     # On a cluster that is not the run's, Ray has chosen them.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    RayRole(RoleStart(name="worker-0", node=0, log_path=log_path, has_env_gpus=True)).begin()
+    begin(DeviceShare(part="env", first=0, count=1), takes_devices=False)
     assert os.environ[ENV_DEVICES] == "3"
     # A worker without such a share shows its sandboxes none.
-    learning = DeviceShare(part="env", first=0, count=0)
-    RayRole(RoleStart(name="worker-1", node=0, log_path=log_path, devices=learning)).begin()
-    assert ENV_DEVICES not in os.environ
+    begin(DeviceShare(part="env", first=0, count=0))
+    assert not os.environ[ENV_DEVICES]

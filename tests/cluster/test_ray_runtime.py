@@ -12,33 +12,35 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from strop.cluster.ray.deaths import DeathWatch, FollowedRole
+from strop.cluster.ray.deaths import DeathWatch, RunningRole
+from strop.cluster.ray.node import OBJECT_STORE_BYTES
 from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart
-from strop.cluster.ray.runtime import RayHead, read_nodes
-from strop.cluster.ray.settings import OBJECT_STORE_BYTES, RayNode, choose_temp_dir, node_resource
+from strop.cluster.ray.runtime import RayHead
 from strop.errors import CheckRefused, EngineError, EngineLost
 from strop.hardware.ports import LOOPBACK, read_listening_ports
+from strop.spec.layout import RoleKind, RoleSlot
+from strop.store import ModelHandle
 from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until
 
 pytestmark = [pytest.mark.slow, needs_ray]
 
 TOKEN_NAME = "ray.token"
 RAYS_USUAL = Path("/tmp/ray")
+NO_MODEL = ModelHandle(path=Path("unused"), digest="")
 SECRET = "a,b 'c' \"d\"\nnew\\n$HOME"
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from tests.cluster.test_ray_runtime import launcher_of, make_head
+from strop.cluster.ray.runtime import RayHead
+from tests.cluster.test_ray_runtime import launcher_of
 from tests.fixtures.ray_traces import descendants
 
 async def act():
-    head = make_head(Path(sys.argv[1]))[0]
-    head.launch()
-    await head.connect()
+    head = RayHead(Path(sys.argv[1]), 1, Path(sys.argv[1]) / "ray.token")
+    await head.start()
     import ray
     hold = ray.remote(num_cpus=0)(lambda: os.getpid())
     ray.get(hold.remote())
@@ -54,11 +56,6 @@ asyncio.run(act())
 """
 
 
-def make_head(work_dir: Path) -> tuple[RayHead, RayNode]:
-    node = RayNode.here(os.environ, 1, temp_dir=choose_temp_dir(), logs_dir=work_dir)
-    return RayHead(node, 1, work_dir / TOKEN_NAME), node
-
-
 def launcher_of(head: RayHead) -> int:
     assert head._launcher is not None
     return head._launcher.pid
@@ -69,8 +66,8 @@ class EchoRole(RayRole):
 
     computes = False
 
-    def begin(self) -> RoleFacts:
-        facts = super().begin()
+    def begin(self, source: ModelHandle = NO_MODEL) -> RoleFacts:
+        facts = super().begin(source)
         sys.stdout.write("the last words of this role\n")
         sys.stdout.flush()
         return facts
@@ -90,19 +87,20 @@ class Scene:
     """A head that runs, and what it was started with."""
 
     head: RayHead
-    node: RayNode
     work_dir: Path
     loop: asyncio.AbstractEventLoop
     usual_before: set[Path]
     """What other Ray clusters of this machine had left in Ray's usual directory."""
 
-    def start_role(self, name: str, **start: Any) -> Any:
+    def start_role(self, index: int) -> RunningRole:
         """Make an actor of a role."""
         import ray
 
-        told = RoleStart(name=name, node=0, log_path=str(self.work_dir / f"{name}.log"), **start)
+        slot = RoleSlot(kind=RoleKind.WORKER, index=index, node=0)
+        path = self.work_dir / f"{slot.name}.log"
         make = ray.remote(concurrency_groups={"watch": 1})
-        return make(EchoRole).options(num_cpus=0, resources={node_resource(0): 0.001}).remote(told)
+        actor = make(EchoRole).options(num_cpus=0).remote(RoleStart(slot=slot, log_path=path))
+        return RunningRole(slot=slot, log_path=path, actor=actor)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +115,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         # As in the process of a node that joins a run.
         patch.delenv("GOMP_SPINCOUNT", raising=False)
         __import__("ray")  # As a task's own module may.
-        head, node = make_head(work_dir)
-        head.launch()
-        loop.run_until_complete(head.connect())
+        head = RayHead(work_dir, 1, work_dir / TOKEN_NAME)
+        loop.run_until_complete(head.start())
         launcher = launcher_of(head)
         handler = signal.getsignal(signal.SIGTERM)
-        yield Scene(head, node, work_dir, loop, usual_before)
+        yield Scene(head, work_dir, loop, usual_before)
         mine = descendants(launcher) | {launcher}
         assert len(mine) > 4
         loop.run_until_complete(head.stop())
@@ -133,18 +130,19 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     assert not (work_dir / TOKEN_NAME).exists()
     assert signal.getsignal(signal.SIGTERM) == handler
     assert "RAY_AUTH_MODE" not in os.environ
-    assert (work_dir / "ray" / "raylet.out").stat().st_size > 0
+    assert (work_dir / "ray-0" / "raylet.out").stat().st_size > 0
     loop.close()
 
 
 def test_everything_is_as_it_was_set(scene: Scene) -> None:
     import ray
 
-    assert list(scene.node.temp_dir.glob("session_2*/sockets/raylet"))
+    assert list(scene.head.temp_dir.glob("session_2*/sockets/raylet"))
     assert ray.cluster_resources()["object_store_memory"] == OBJECT_STORE_BYTES
     assert set(RAYS_USUAL.glob("*")) == scene.usual_before
     assert oct((scene.work_dir / TOKEN_NAME).stat().st_mode & 0o777) == "0o600"
-    scene.loop.run_until_complete(scene.head.await_nodes([0], 60.0))
+    (node,) = scene.loop.run_until_complete(scene.head.await_nodes(60.0))
+    assert node["NodeName"].startswith("0@")
 
 
 def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -> None:
@@ -171,23 +169,26 @@ def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -
 
 
 def test_nodes_that_do_not_join_are_named(scene: Scene) -> None:
-    with pytest.raises(CheckRefused, match=r"node 1, 2 did not join the Ray cluster within 0 s.*all 3 nodes"):
-        scene.loop.run_until_complete(scene.head.await_nodes(range(3), 0.2))
+    scene.head._num_nodes = 3
+    try:
+        with pytest.raises(CheckRefused, match=r"node 1, 2 did .*all 3 nodes"):
+            scene.loop.run_until_complete(scene.head.await_nodes(0.2))
+    finally:
+        scene.head._num_nodes = 1
 
 
 def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None:
     launcher = launcher_of(scene.head)
 
     async def act() -> None:
-        role = scene.start_role("echo")
+        role = scene.start_role(0).actor
         await role.begin.remote()
         assert await role.read.remote("JOB_SECRET") == SECRET
         # Waiting threads spin for a bounded time.
         assert 0 < int(await role.read.remote("GOMP_SPINCOUNT")) < 300_000
         niceness = os.getpriority(os.PRIO_PROCESS, 0)
         assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in descendants(launcher)} == {niceness}
-        watch = DeathWatch(read_nodes, scene.head.find_death)
-        watch.start()
+        watch = DeathWatch(scene.head.find_death)
         with pytest.raises(EngineError, match="refused by the role"):
             await watch.guard(role.refuse.remote(), 300.0)
         watch.stop()
@@ -202,28 +203,26 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
 
 def test_prc_5_a_killed_role_is_named_with_its_last_words_while_another_is_asked(scene: Scene) -> None:
     async def act() -> float:
-        watch = DeathWatch(read_nodes, scene.head.find_death)
-        watch.start()
-        asked, killed = scene.start_role("asked"), scene.start_role("killed")
-        for name, role in (("asked", asked), ("killed", killed)):
-            facts = await role.begin.remote()
-            followed = FollowedRole(
-                name=name, node=0, pid=facts.pid, host=facts.host, log_path=scene.work_dir / f"{name}.log"
-            )
-            watch.follow(followed, role.wait_for_end.options(concurrency_group="watch").remote())
-        call = asyncio.ensure_future(watch.guard(asked.sleep.remote(), 600.0))
+        watch = DeathWatch(scene.head.find_death)
+        asked, killed = scene.start_role(1), scene.start_role(2)
+        for role in (asked, killed):
+            watch.follow(role, role.actor.wait_for_end.options(concurrency_group="watch").remote())
+            role.facts = await role.actor.begin.remote()
+        facts = killed.facts
+        assert facts is not None
+        call = asyncio.ensure_future(watch.guard(asked.actor.sleep.remote(), 600.0))
         await asyncio.sleep(0.2)
-        assert watch.find("killed") is None
+        assert watch.find("worker-2") is None
         os.kill(facts.pid, signal.SIGKILL)
         killed_at = time.monotonic()
         with pytest.raises(EngineLost) as caught:
             await call
         message = str(caught.value)
-        assert message.startswith(f"role killed on node 0 ({facts.host}), process {facts.pid}, ended:"), (
+        assert message.startswith(f"role worker-2 on node 0 ({facts.host}), process {facts.pid}, ended:"), (
             message
         )
         assert "the last words of this role" in message
-        assert watch.find("killed") == message
+        assert watch.find("worker-2") == message
         watch.stop()
         return time.monotonic() - killed_at
 

@@ -1,36 +1,69 @@
-"""What `VllmEngine` makes of vLLM's words, with a core that says them without vLLM."""
+"""What `VllmEngine` makes of vLLM's words, said here without vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+import sys
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from strop.engine import GenerationRequest, UpdateMode, WeightTransport, WeightUpdate
+from strop.engine import UpdateMode, WeightTransport, WeightUpdate
 from strop.engine.loading import EngineSettings
-from strop.engine.vllm.core import Adapter, Piece, VllmCore
-from strop.engine.vllm.engine import VllmEngine, require_instructions, vllm_arguments
-from strop.engine.vllm.environment import VLLM, EngineLimits, find_python, plan_limits
-from strop.errors import ConfigError, EngineError, WeightMismatch
-from strop.hardware import describe_machine
-from strop.policy.footprint import ModelSize
-from strop.rollout import FinishReason, IntArray, VersionSegment
+from strop.engine.vllm.engine import VllmEngine, vllm_arguments
+from strop.engine.vllm.environment import VLLM, find_python
+from strop.errors import ConfigError, EngineError, EngineLost, WeightMismatch
+from strop.rollout import FinishReason
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
 from tests.engine.requests import ask
 
-LIMITS = EngineLimits(max_positions=512, vocab_size=262)
 UPDATE = WeightUpdate(version=7, digest="d7", transport=WeightTransport.FILE, path="/w")
 
 
-class ScriptedCore(VllmCore):
-    """Says tokens of a text that depends on seed and version, one every turn of the loop."""
+class DeadError(Exception):
+    """Stands for vLLM's EngineDeadError."""
+
+
+class FailedError(Exception):
+    """Stands for vLLM's EngineGenerateError."""
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put what the engine takes from vLLM's modules in their place: this Python has no vLLM."""
+    parts: dict[str, dict[str, Any]] = {
+        "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY="whole", DELTA="pieces")},
+        "vllm.v1": {},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.exceptions": {"EngineDeadError": DeadError, "EngineGenerateError": FailedError},
+    }
+    for name, members in parts.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def say(
+    token_ids: list[int], finish: str | None = None, versions: Sequence[Any] = (), value: float = -1.0
+) -> Any:
+    """Return an output of vLLM."""
+    rows = [{token_id: SimpleNamespace(logprob=value)} for token_id in token_ids]
+    piece = SimpleNamespace(
+        token_ids=token_ids, logprobs=rows, finish_reason=finish, weight_versions=list(versions)
+    )
+    return SimpleNamespace(outputs=[piece])
+
+
+class ScriptedLlm:
+    """An AsyncLLM that says a text depending on seed and version, one token every turn of the loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -39,93 +72,85 @@ class ScriptedCore(VllmCore):
         self.said: list[str] = []
         self.answers: list[dict[str, Any]] = [{"refusal": None, "flaw": None}]
         self.is_aborting = False
+        self.failure: Exception | None = None
+        self.value = -1.0
         self.going = asyncio.Event()
         self.going.set()
-        self.is_closed = False
         self.has_begun = asyncio.Event()
 
     def words(self, seed: int) -> list[int]:
         ids: list[int] = self.tokenizer.encode(f"reply {seed} of {self.version}. and so on, and on").tolist()
         return ids[:20]
 
-    async def sample(
-        self, request: GenerationRequest, *, salt: str, adapter: Adapter | None, is_whole: bool
-    ) -> AsyncGenerator[Piece, None]:
-        self.salts.append(salt)
+    async def generate(
+        self, prompt: dict[str, Any], params: Any, request_id: str, *, lora_request: Any
+    ) -> AsyncGenerator[Any, None]:
+        if self.failure is not None:
+            raise self.failure
+        if hasattr(params, "prompt_logprobs"):
+            rows = [{one: SimpleNamespace(logprob=-1.0)} for one in prompt["prompt_token_ids"]]
+            yield SimpleNamespace(prompt_logprobs=rows)
+            return
+        self.salts.append(prompt["cache_salt"])
+        is_whole = params.output_kind == "whole"
         token_ids: list[int] = []
-        segments: list[VersionSegment] = []
-        while len(token_ids) < request.max_tokens:
+        versions: list[Any] = []
+        while len(token_ids) < params.max_tokens:
             await asyncio.sleep(0.001)
             await self.going.wait()
             if self.is_aborting:
-                kept = token_ids if is_whole else []
-                yield Piece(token_ids=kept, logprobs=[-1.0] * len(kept), finish="abort")
+                yield say(token_ids if is_whole else [], "abort")
                 return
-            if not segments or segments[-1].version != self.version:
-                segments.append(VersionSegment(start=len(token_ids), version=self.version))
-            token_ids.append(self.words(request.seed)[len(token_ids) % 20])
+            if not versions or versions[-1].version != str(self.version):
+                versions.append(SimpleNamespace(start=len(token_ids), version=str(self.version)))
+            token_ids.append(self.words(params.seed)[len(token_ids) % 20])
             if len(token_ids) == 5:
                 self.has_begun.set()
             if not is_whole:
-                yield Piece(token_ids=token_ids[-1:], logprobs=[-1.0])
+                yield say(token_ids[-1:])
         if is_whole:
-            yield Piece(
-                token_ids=token_ids,
-                logprobs=[-1.0] * len(token_ids),
-                finish="length",
-                segments=tuple(segments),
-            )
+            yield say(token_ids, "length", versions, self.value)
 
-    async def score(
-        self, prompt_ids: IntArray, reply_ids: IntArray, *, adapter: Adapter | None
-    ) -> list[float]:
-        return [-1.0] * len(reply_ids)
-
-    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+    async def pause_generation(self, mode: str) -> None:
         self.said.append(mode)
         self.is_aborting = mode == "abort"
         if mode == "keep":
             self.going.clear()
 
-    async def resume(self) -> None:
+    async def resume_generation(self) -> None:
         self.is_aborting = False
         self.going.set()
 
-    async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
-        self.said.append(f"load {path}")
+    async def collective_rpc(self, method: str, args: tuple[str, str]) -> list[dict[str, Any]]:
+        self.said.append(f"load {args[0]}")
         await asyncio.sleep(0.005)
         return self.answers
 
-    async def drop_cached(self) -> None:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        assert reset_running_requests
         self.said.append("drop")
 
-    async def name_version(self, version: int) -> None:
-        self.version = version
+    async def update_weight_version(self, version: str) -> None:
+        self.version = int(version)
 
-    async def load_adapter(self, adapter: Adapter) -> None:
-        self.said.append(f"adapter {adapter.adapter_id}")
-
-    async def drop_adapter(self, adapter: Adapter) -> None:
-        self.said.append(f"no adapter {adapter.adapter_id}")
-
-    def close(self) -> None:
-        self.is_closed = True
+    def shutdown(self) -> None:
+        self.said.append("shutdown")
 
 
 @pytest.fixture
-def core(tokenizer: Tokenizer) -> ScriptedCore:
-    return ScriptedCore(tokenizer)
+def llm(tokenizer: Tokenizer) -> ScriptedLlm:
+    return ScriptedLlm(tokenizer)
 
 
 @pytest.fixture
-def engine(core: ScriptedCore, tokenizer: Tokenizer) -> VllmEngine:
-    return VllmEngine(core, tokenizer, limits=LIMITS, digest="d0")
+def engine(llm: ScriptedLlm, tokenizer: Tokenizer) -> VllmEngine:
+    return VllmEngine(llm, tokenizer, max_positions=512, vocab_size=262)
 
 
-class TestVllmEngineOverACore(EngineContract):
+class TestVllmEngine(EngineContract):
     @pytest.fixture
     def engine(self, tokenizer: Tokenizer) -> VllmEngine:
-        return VllmEngine(ScriptedCore(tokenizer), tokenizer, limits=LIMITS)
+        return VllmEngine(ScriptedLlm(tokenizer), tokenizer, max_positions=512, vocab_size=262)
 
     @pytest.fixture
     def shared_update(self) -> WeightUpdate:
@@ -165,17 +190,17 @@ async def test_replies_under_way_end_as_the_mode_says(
     version: int,
     stop_strings: tuple[str, ...],
     engine: VllmEngine,
-    core: ScriptedCore,
+    llm: ScriptedLlm,
     tokenizer: Tokenizer,
 ) -> None:
     request = ask(tokenizer, max_tokens=60, stop_strings=stop_strings)
     under_way = asyncio.create_task(engine.generate(request))
-    await core.has_begun.wait()
+    await llm.has_begun.wait()
     update = asyncio.create_task(engine.update(replace(UPDATE, mode=mode)))
     await asyncio.sleep(0.002)
     # Asked while the gate is closed: served under the new weights.
     reply, late, receipt = await under_way, await engine.generate(request), await update
-    assert core.said == said
+    assert llm.said == said
     assert (receipt.version, receipt.digest) == (7, "d7")
     assert (late.policy_version, late.segments) == (7, ())
     assert reply.policy_version == version
@@ -183,15 +208,15 @@ async def test_replies_under_way_end_as_the_mode_says(
     assert len(reply.token_ids) == 60
     if segments:
         start = reply.segments[1].start
-        core.version = 0
-        old, core.version = core.words(11) * 3, 7
-        assert reply.token_ids.tolist() == old[:start] + (core.words(11) * 3)[start:60]
+        llm.version = 0
+        old, llm.version = llm.words(11) * 3, 7
+        assert reply.token_ids.tolist() == old[:start] + (llm.words(11) * 3)[start:60]
 
 
 async def test_refused_weights_leave_the_old_ones(
-    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+    engine: VllmEngine, llm: ScriptedLlm, tokenizer: Tokenizer
 ) -> None:
-    core.answers = [{"refusal": "digest x, not d7: it keeps its old weights", "flaw": None}]
+    llm.answers = [{"refusal": "digest x, not d7: it keeps its old weights", "flaw": None}]
     with pytest.raises(WeightMismatch, match=r"digest x, not d7.* keeps its old weights"):
         await engine.update(UPDATE)
     assert (await engine.generate(ask(tokenizer))).policy_version == 0
@@ -206,44 +231,44 @@ async def test_refused_weights_leave_the_old_ones(
     ],
 )
 async def test_smp_6_unproven_weights_are_served_to_nobody(
-    answers: list[dict[str, Any]], engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+    answers: list[dict[str, Any]], engine: VllmEngine, llm: ScriptedLlm, tokenizer: Tokenizer
 ) -> None:
     """Incident: engines went on with weights that were not those of the policy."""
-    core.answers = answers
+    llm.answers = answers
     with pytest.raises(WeightMismatch, match=r"q_proj is not live.* serves nothing now"):
         await engine.update(UPDATE)
     with pytest.raises(EngineError, match="weights are of no version"):
         await engine.generate(ask(tokenizer))
-    core.answers = [{"refusal": "late", "flaw": None}]
+    llm.answers = [{"refusal": "late", "flaw": None}]
     with pytest.raises(WeightMismatch, match="late"):
         await engine.update(UPDATE)
     # A refused update does not mend what an earlier one broke.
     with pytest.raises(EngineError, match="weights are of no version"):
         await engine.generate(ask(tokenizer))
-    core.answers = [{"refusal": None, "flaw": None}]
+    llm.answers = [{"refusal": None, "flaw": None}]
     await engine.update(UPDATE)
     assert (await engine.generate(ask(tokenizer))).policy_version == 7
 
 
 async def test_smp_5_no_prefix_is_shared_by_two_versions(
-    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+    engine: VllmEngine, llm: ScriptedLlm, tokenizer: Tokenizer
 ) -> None:
     """Incident: a prefix cache outlived weight updates, so shared prefixes kept old keys and values."""
     for version, digest in ((7, "d7"), (8, "d8"), (9, "d7")):
         await engine.update(replace(UPDATE, version=version, digest=digest))
         await asyncio.gather(engine.generate(ask(tokenizer)), engine.generate(ask(tokenizer)))
-    assert [core.salts.count(salt) for salt in dict.fromkeys(core.salts)] == [2, 2, 2]
-    assert core.said.count("drop") == 3
+    assert [llm.salts.count(salt) for salt in dict.fromkeys(llm.salts)] == [2, 2, 2]
+    assert llm.said.count("drop") == 3
 
 
 async def test_overlapping_updates_are_applied_one_after_the_other(
-    engine: VllmEngine, core: ScriptedCore
+    engine: VllmEngine, llm: ScriptedLlm
 ) -> None:
     await asyncio.gather(
         *(engine.update(replace(UPDATE, version=v, digest=f"d{v}", path=f"/{v}")) for v in (7, 8))
     )
-    assert core.said == ["load /7", "drop", "load /8", "drop"]
-    assert engine.version == 8
+    assert llm.said == ["load /7", "drop", "load /8", "drop"]
+    assert llm.version == 8
 
 
 @pytest.mark.parametrize(
@@ -256,7 +281,7 @@ def test_an_update_that_names_nothing_is_refused(update: WeightUpdate, engine: V
 
 
 async def test_what_cannot_be_generated_or_scored_is_refused(
-    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+    engine: VllmEngine, llm: ScriptedLlm, tokenizer: Tokenizer
 ) -> None:
     too_long, prompt_ids = ask(tokenizer, max_tokens=510), tokenizer.encode("1")
     for bad in (too_long, replace(ask(tokenizer), prompt_ids=np.array([262], np.int32))):
@@ -267,62 +292,40 @@ async def test_what_cannot_be_generated_or_scored_is_refused(
 
 
 def test_log_4_a_value_that_is_not_finite_is_no_sample(
-    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, llm: ScriptedLlm, tokenizer: Tokenizer
 ) -> None:
-    async def say_nan(*_: Any, **__: Any) -> AsyncGenerator[Piece, None]:
-        yield Piece(token_ids=[5], logprobs=[math.nan], finish="length")
-
-    monkeypatch.setattr(core, "sample", say_nan)
+    llm.value = math.nan
     with pytest.raises(EngineError, match="log-probability that is not finite"):
         asyncio.run(engine.generate(ask(tokenizer, max_tokens=1)))
 
 
-def test_what_vllm_ends_by_itself_is_no_sample(
-    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+@pytest.mark.parametrize(("failure", "kind"), [(DeadError(), EngineLost), (FailedError(), EngineError)])
+async def test_an_error_of_vllm_is_the_request_s_or_the_engine_s_end(
+    failure: Exception, kind: type[EngineError], engine: VllmEngine, llm: ScriptedLlm, tokenizer: Tokenizer
 ) -> None:
-    core.is_aborting = True
+    llm.failure = failure
+    prompt = tokenizer.encode("1")
+    for asked in (engine.generate(ask(tokenizer)), engine.score(prompt, prompt, 1.0)):
+        with pytest.raises(EngineError) as caught:
+            await asked
+        assert type(caught.value) is kind
+
+
+def test_what_vllm_ends_by_itself_is_no_sample(
+    engine: VllmEngine, llm: ScriptedLlm, tokenizer: Tokenizer
+) -> None:
+    llm.is_aborting = True
     completion = asyncio.run(engine.generate(ask(tokenizer)))
     assert completion.finish_reason is FinishReason.ABORT
     assert len(completion.token_ids) == 0
 
 
-# ---------------------------------------------------------------- limits and interpreter
-
-SIZE = ModelSize(
-    num_layers=2,
-    hidden_width=64,
-    mlp_width=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_width=32,
-    vocab_size=262,
-    max_positions=512,
-    is_tied=True,
-)
-
-
-def test_limits_are_the_model_own_or_less() -> None:
-    limits = plan_limits(SIZE, dtype="float32", max_model_tokens=None, kv_cache_bytes=None)
-    assert limits == LIMITS
-    limits = plan_limits(SIZE, dtype="float32", max_model_tokens=100, kv_cache_bytes=None)
-    assert limits.max_positions == 100
-
-
-def test_more_positions_than_the_model_has_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_model_tokens=513, but the model has 512 positions"):
-        plan_limits(SIZE, dtype="float32", max_model_tokens=513, kv_cache_bytes=None)
-
-
-def test_a_cache_without_room_for_one_sequence_is_refused_with_both_numbers() -> None:
-    # 2 (keys, values) x 2 layers x 2 heads x 32 wide x 2 bytes = 512 bytes per token;
-    # 512 positions and one block of 128 are 640 tokens: 327,680 bytes.
-    with pytest.raises(ConfigError, match="one sequence of 512 tokens takes 327680"):
-        plan_limits(SIZE, dtype="bfloat16", max_model_tokens=None, kv_cache_bytes=327_679)
-    plan_limits(SIZE, dtype="bfloat16", max_model_tokens=None, kv_cache_bytes=327_680)
+# ---------------------------------------------------------------- settings and interpreter
 
 
 def test_without_vllm_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm")
     with pytest.raises(ConfigError, match=r"this Python has no vllm and .* Next: run `make vllm-deps`"):
         find_python(None)
     with pytest.raises(ConfigError, match=r"engine.python=/no/such is no file"):
@@ -349,8 +352,7 @@ async def test_scores_are_at_temperature_1(engine: VllmEngine, tokenizer: Tokeni
 def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched: int) -> None:
     """By itself it decodes 128 replies at once, on a GPU that has room for thousands."""
     wanted = EngineSettings(kind="vllm", dtype="bfloat16")
-    limits = EngineLimits(max_positions=2048, vocab_size=100)
-    settings = vllm_arguments(wanted, Path("m"), limits, is_gpu=is_gpu)
+    settings = vllm_arguments(wanted, Path("m"), 2048, is_gpu=is_gpu)
     assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (rows, batched)
     # Sampling is what a request asks for, and what is reported is what was sampled from.
     assert (settings["generation_config"], settings["logprobs_mode"]) == ("vllm", "processed_logprobs")
@@ -358,13 +360,5 @@ def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched:
     assert settings.get("enable_chunked_prefill", True) == is_gpu
     assert settings["enforce_eager"] != is_gpu
     few = replace(wanted, max_num_seqs=7, is_eager=True)
-    assert vllm_arguments(few, Path("m"), limits, is_gpu=is_gpu)["max_num_seqs"] == 7
-    assert vllm_arguments(few, Path("m"), limits, is_gpu=is_gpu)["enforce_eager"]
-
-
-def test_a_processor_that_vllm_has_no_library_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    machine = replace(describe_machine(), cpu_name="Nehalem", cpu_flags=())
-    with pytest.raises(ConfigError, match=r"engine.kind=vllm on Nehalem without AVX2.*engine.kind=native"):
-        require_instructions(machine)
-    require_instructions(replace(machine, cpu_flags=("avx2",)))
+    assert vllm_arguments(few, Path("m"), 2048, is_gpu=is_gpu)["max_num_seqs"] == 7
+    assert vllm_arguments(few, Path("m"), 2048, is_gpu=is_gpu)["enforce_eager"]

@@ -102,7 +102,7 @@ class ScoringEngine(HeldEngine):
 def fleet(*engines: ScoringEngine) -> Desk:
     desk = Desk(len(engines))
     desk.engines[:] = engines
-    for replica, engine in zip(desk.pool._replicas, engines, strict=True):
+    for replica, engine in zip(desk.pool._replicas.values(), engines, strict=True):
         replica.engine = engine
     return desk
 

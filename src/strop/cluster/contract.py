@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -203,7 +202,7 @@ class Placement(Protocol):
     """Starts the roles and stops them all."""
 
     async def start(self) -> Roles:
-        """Start every role and wait until each answers.
+        """Start every role and wait until each answers. Whatever comes of it, `stop` is due.
 
         Raises: EngineError if a role cannot be started; its last log lines are in the message.
         """
@@ -212,15 +211,6 @@ class Placement(Protocol):
     async def stop(self) -> None:
         """End all roles. May be called at any time, and twice."""
         ...
-
-
-async def start_all(start: Callable[[], Awaitable[T]], stop: Callable[[], Awaitable[None]]) -> T:
-    """Start all roles. If `start` fails or is cancelled, `stop` runs first."""
-    async with AsyncExitStack() as undo:
-        undo.push_async_callback(stop)
-        started = await start()
-        undo.pop_all()
-    return started
 
 
 def build_placement(

@@ -6,7 +6,6 @@ other packages.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -70,16 +69,9 @@ def streams_replies(spec: RunSpec) -> bool:
     return is_free and not spec.train.deterministic
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """An engine, and the digest of the weights that it loaded."""
-
-    engine: Engine
-    model_digest: str
-    tokenizer: Tokenizer
-
-
-async def load_engine(settings: EngineSettings, model_dir: Path, *, version: int = 0) -> Loaded:
+async def load_engine(
+    settings: EngineSettings, model_dir: Path, *, version: int = 0
+) -> tuple[Engine, Tokenizer]:
     """Load a model directory, whose weights have a version, into an engine of this process.
 
     Raises: ConfigError if the model or a setting cannot be used, or this interpreter lacks vLLM.
@@ -93,11 +85,8 @@ async def load_engine(settings: EngineSettings, model_dir: Path, *, version: int
 
         from strop.engine.native import NativeEngine
         from strop.policy.language_model import DTYPES, LanguageModel
-        from strop.policy.weights import weights_digest
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LanguageModel.load(model_dir, dtype=DTYPES[settings.dtype], device=device)
     tokenizer = Tokenizer.load(model_dir)
-    engine = NativeEngine(model, tokenizer, max_num_seqs=settings.max_num_seqs, version=version)
-    digest = await asyncio.to_thread(weights_digest, model)
-    return Loaded(engine=engine, model_digest=digest, tokenizer=tokenizer)
+    return NativeEngine(model, tokenizer, max_num_seqs=settings.max_num_seqs, version=version), tokenizer

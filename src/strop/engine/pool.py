@@ -1,8 +1,8 @@
 """Several engines as one: each request goes to the least loaded replica, and to another if that one fails.
 
 Load is counted in tokens that may still be fed or sampled (prompt and reply limit). Requests of one prompt
-that are asked together go to one replica, which prefills the prompt once, as long as that replica is not far
-ahead of the others. Engines queue what they have no room for.
+go to one replica, which prefills the prompt once, as long as that replica is not far ahead of the others.
+Engines queue what they have no room for.
 
 A replica that is lost, answers under an outdated version, or does not acknowledge an update is out until it
 acknowledges a later one; its requests go to another replica once: they carry their seeds, so nothing is lost.
@@ -12,10 +12,10 @@ A weight update goes to all at once, and a replica takes no requests from then u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from strop.engine.contract import (
     Completion,
@@ -34,7 +34,8 @@ _MAX_GROUP_LEAD = 16
 """A group stays together while its replica is at most so many of its requests ahead of the least loaded."""
 UPDATE_LIMIT_S = 600.0
 """Time for acknowledging an update, including the replies that are finished first."""
-
+RETURN_LIMIT_S = 5.0
+"""Time that replicas that are out have longer than those that serve."""
 Answer = TypeVar("Answer", Completion, ReplyScore)
 
 
@@ -75,8 +76,7 @@ class _Replica:
     version: int | None = None
     """The last acknowledged version; None before the first update."""
     load_tokens: int = 0
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it is taken out: its requests go on elsewhere."""
+    asking: set[asyncio.Task[Any]] = field(default_factory=set)
     busy: BusyClock = field(default_factory=BusyClock)
 
 
@@ -84,20 +84,18 @@ class EnginePool:
     """An `Engine` over several engines. One instance serves one event loop at a time."""
 
     def __init__(self, replicas: Mapping[str, Engine]) -> None:
-        assert replicas, "a pool has an engine"
-        self._replicas = [_Replica(name, engine) for name, engine in replicas.items()]
-        self._homes: dict[int, list[_Replica]] = {}
-        """By prompt the replicas of its requests, in their order; the last one takes the next request."""
+        self._replicas = {name: _Replica(name, engine) for name, engine in replicas.items()}
+        self._homes: dict[int, _Replica] = {}
+        """The replica of each prompt's last request since the last update."""
         self._on_event: Callable[[ReplicaEvent], None] = lambda event: None
         self._update_lock = asyncio.Lock()
-        self._returning: set[asyncio.Task[bool]] = set()
         self._changed = asyncio.Event()
         self._is_closed = False
 
     @property
     def busy(self) -> dict[str, BusyClock]:
         """The clock of each replica by name; it runs while the replica has requests."""
-        return {replica.name: replica.busy for replica in self._replicas}
+        return {name: replica.busy for name, replica in self._replicas.items()}
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one reply. See `Engine.generate`.
@@ -117,21 +115,26 @@ class EnginePool:
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights on every replica. See `Engine.update`. Updates are applied one at a time.
 
-        Returns once each replica that served has acknowledged or is out, without waiting for the others.
+        Returns once each replica that served has acknowledged or is out.
         Raises: WeightMismatch if none acknowledged the version and digest; then none serves.
         """
         async with self._update_lock:
-            self._require_open()
-            await self._end_returns()
-            serving = [replica for replica in self._replicas if replica.out_because is None]
+            if self._is_closed:
+                raise closed()
+            self._homes.clear()
+            serving, absent = self._serving(), [one for one in self._replicas.values() if one.out_because]
             # All are closed before the first is updated: none may take a request in between.
             for replica in serving:
                 replica.is_updating = True
-            absent = [replica for replica in self._replicas if replica.out_because is not None]
-            returning = [asyncio.create_task(self._update_one(replica, update)) for replica in absent]
-            self._returning.update(returning)
-            has_acknowledged = await asyncio.gather(*(self._update_one(one, update) for one in serving))
-            if not any(has_acknowledged) and not any(await asyncio.gather(*returning)):
+            returning = {asyncio.create_task(self._update_one(replica, update)) for replica in absent}
+            try:
+                await asyncio.gather(*(self._update_one(replica, update) for replica in serving))
+                if returning:
+                    await asyncio.wait(returning, timeout=RETURN_LIMIT_S)
+            finally:
+                for task in returning:
+                    task.cancel()
+            if not self._serving():
                 raise WeightMismatch(
                     f"no engine acknowledged version {update.version} with digest {update.digest}:"
                     f" {self._list_causes()}",
@@ -147,20 +150,19 @@ class EnginePool:
 
         Raises: EngineError if none is left.
         """
-        self._require_open()
         scores: dict[str, ReplyScore] = {}
 
         async def ask(replica: _Replica) -> None:
             try:
-                scores[replica.name] = await self._ask(
-                    replica, lambda engine: engine.score(prompt_ids, reply_ids, temperature)
-                )
+                scores[replica.name] = await replica.engine.score(prompt_ids, reply_ids, temperature)
             except WeightMismatch:
                 raise
             except EngineError as error:
-                self._take_out(replica, ReplicaCause.UNPROVEN, str(error))
+                is_lost = isinstance(error, EngineLost)
+                cause = ReplicaCause.LOST if is_lost else ReplicaCause.UNPROVEN
+                self.condemn(replica.name, str(error), cause)
 
-        await asyncio.gather(*(ask(replica) for replica in self._replicas if replica.out_because is None))
+        await asyncio.gather(*map(ask, self._serving()))
         if not scores:
             raise self._none_left()
         return scores
@@ -170,26 +172,30 @@ class EnginePool:
         self._on_event = on_event
 
     def condemn(self, name: str, detail: str, cause: ReplicaCause = ReplicaCause.CANARY) -> None:
-        """Take out a replica that is lost or has wrong weights, until it acknowledges a later update."""
-        for replica in self._replicas:
-            if replica.name == name:
-                self._take_out(replica, cause, detail)
+        """Take out a replica, until it acknowledges a later update; its requests go to others."""
+        replica = self._replicas[name]
+        if replica.out_because is None and not self._is_closed:
+            self._on_event(ReplicaEvent(replica=name, cause=cause, detail=detail))
+        replica.out_because = f"{cause}: {detail}"
+        for task in replica.asking:
+            task.cancel()
+        self._changed.set()
 
     def serves(self, name: str) -> bool:
         """Whether a replica of this name takes requests."""
-        return any(replica.name == name and replica.out_because is None for replica in self._replicas)
+        return self._replicas[name].out_because is None
 
     async def close(self) -> None:
         """Close every engine; waiting requests get an EngineError, and later ones too."""
         self._is_closed = True
-        await self._end_returns()
-        for replica in self._replicas:
-            self._take_out(replica, None, "closed")
+        for name in self._replicas:
+            self.condemn(name, "closed")
         # An engine that cannot be closed must not keep the others open.
-        await asyncio.gather(*(one.engine.close() for one in self._replicas), return_exceptions=True)
+        closing = [replica.engine.close() for replica in self._replicas.values()]
+        await asyncio.gather(*closing, return_exceptions=True)
 
     async def _route(
-        self, prompt_ids: IntArray, cost_tokens: int, ask: Callable[[Engine], Awaitable[Answer]]
+        self, prompt_ids: IntArray, cost_tokens: int, ask: Callable[[Engine], Coroutine[Any, Any, Answer]]
     ) -> Answer:
         """Have a request answered by one replica, or by a second one where the first did not."""
         # Hashed, so that long prompts are not held twice.
@@ -197,16 +203,28 @@ class EnginePool:
         first: _Replica | None = None
         failures: list[str] = []
         while True:
-            self._require_open()
-            replica = await self._choose(key, cost_tokens, first)
+            replica = self._homes[key] = await self._choose(key, cost_tokens, first)
+            admitted_version = replica.version
             replica.load_tokens += cost_tokens
-            homes = self._homes.setdefault(key, [])
-            homes.append(replica)
+            asking = asyncio.create_task(ask(replica.engine))
+            replica.asking.add(asking)
             try:
-                return await self._ask(replica, ask)
+                with replica.busy.running():
+                    await asyncio.wait({asking})
+                if asking.cancelled():
+                    raise EngineError(replica.out_because or "the request was cancelled in the engine")
+                answer = asking.result()
+                if admitted_version is None or answer.policy_version in (admitted_version, replica.version):
+                    return answer
+                detail = f"a reply of version {answer.policy_version} came where {replica.version} was"
+                detail += " acknowledged"
+                self.condemn(replica.name, detail, ReplicaCause.STALE)
+                raise EngineError(detail)
             except WeightMismatch:
                 raise
             except EngineError as error:
+                if isinstance(error, EngineLost):
+                    self.condemn(replica.name, str(error), ReplicaCause.LOST)
                 failures.append(f"{replica.name}: {error}")
                 if first is not None:
                     raise EngineError(
@@ -214,109 +232,58 @@ class EnginePool:
                         allowed="an answer from the first or the second",
                         next_step="read the engines' logs; the rollout is masked",
                     ) from error
-                if [other for other in self._replicas if other.out_because is None] == [replica]:
+                if self._serving() == [replica]:
                     raise
                 first = replica
             finally:
+                asking.cancel()
+                replica.asking.discard(asking)
                 replica.load_tokens -= cost_tokens
-                homes.remove(replica)
-                if not homes:
-                    self._homes.pop(key, None)
 
     async def _choose(self, key: int, cost_tokens: int, avoid: _Replica | None) -> _Replica:
         """Return the home of the prompt's other requests, else the least loaded; wait while all update."""
-        while True:
-            serving = [replica for replica in self._replicas if replica.out_because is None]
-            if not serving:
-                raise self._none_left()
+        while serving := self._serving():
             ready = [replica for replica in serving if not replica.is_updating]
             if ready:
-                break
+                # The replica that failed is better than none.
+                ready = [replica for replica in ready if replica is not avoid] or ready
+                least = min(ready, key=lambda replica: replica.load_tokens)
+                home = self._homes.get(key, least)
+                lead_tokens = home.load_tokens - least.load_tokens
+                return home if home in ready and lead_tokens <= _MAX_GROUP_LEAD * cost_tokens else least
             self._changed.clear()
             await self._changed.wait()
-        # The replica that failed is better than none.
-        ready = [replica for replica in ready if replica is not avoid] or ready
-        least = min(ready, key=lambda replica: replica.load_tokens)
-        home = (self._homes.get(key) or [least])[-1]
-        lead_tokens = home.load_tokens - least.load_tokens
-        return home if home in ready and lead_tokens <= _MAX_GROUP_LEAD * cost_tokens else least
+        raise self._none_left()
 
-    async def _ask(self, replica: _Replica, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
-        """Ask one replica, until it answers, fails, or is taken out."""
-        admitted_version = replica.version
-        with replica.busy.running():
-            asking = asyncio.ensure_future(ask(replica.engine))
-            gone = asyncio.ensure_future(replica.gone.wait())
-            try:
-                await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if replica.out_because is not None:
-                    raise EngineError(replica.out_because)
-                answer = await asking
-            except EngineLost as error:
-                self._take_out(replica, ReplicaCause.LOST, str(error))
-                raise
-            finally:
-                asking.cancel()
-                gone.cancel()
-        if admitted_version is not None and answer.policy_version not in (admitted_version, replica.version):
-            detail = (
-                f"a reply of version {answer.policy_version} came where {replica.version} was acknowledged"
-            )
-            self._take_out(replica, ReplicaCause.STALE, detail)
-            raise EngineError(detail)
-        return answer
-
-    async def _update_one(self, replica: _Replica, update: WeightUpdate) -> bool:
+    async def _update_one(self, replica: _Replica, update: WeightUpdate) -> None:
         """Update one replica; put it in service if it acknowledges, and out of it otherwise."""
-        cause, detail = ReplicaCause.UNPROVEN, ""
+        cause, detail = ReplicaCause.UNPROVEN, f"the update to {update.version} was interrupted"
         try:
             async with asyncio.timeout(UPDATE_LIMIT_S):
                 receipt = await replica.engine.update(update)
-            if (receipt.version, receipt.digest) != (update.version, update.digest):
-                detail = f"acknowledged version {receipt.version} with digest {receipt.digest}"
-                detail += f" instead of version {update.version} with digest {update.digest}"
+            detail = f"acknowledged version {receipt.version} with digest {receipt.digest} instead of version"
+            detail += f" {update.version} with digest {update.digest}"
+            if (receipt.version, receipt.digest) == (update.version, update.digest):
+                detail = ""
         except TimeoutError:
             detail = f"version {update.version} was not acknowledged within {UPDATE_LIMIT_S:g} s"
-        except EngineLost as error:
-            cause, detail = ReplicaCause.LOST, str(error)
         except StropError as error:
+            cause = ReplicaCause.LOST if isinstance(error, EngineLost) else cause
             detail = str(error)
-        except asyncio.CancelledError:
-            self._take_out(replica, cause, f"the update to {update.version} was interrupted")
-            raise
-        if detail:
-            self._take_out(replica, cause, detail)
-            return False
-        was_out, replica.out_because = replica.out_because is not None, None
-        replica.version, replica.is_updating = update.version, False
-        replica.gone.clear()
-        self._changed.set()
-        if was_out:
-            self._report(replica, ReplicaCause.BACK, f"serves version {update.version}")
-        return True
+        finally:
+            replica.is_updating = False
+            if detail:
+                self.condemn(replica.name, detail, cause)
+            else:
+                replica.version = update.version
+                if replica.out_because is not None:
+                    replica.out_because = None
+                    back = f"serves version {update.version}"
+                    self._on_event(ReplicaEvent(replica=replica.name, cause=ReplicaCause.BACK, detail=back))
+                self._changed.set()
 
-    def _take_out(self, replica: _Replica, cause: ReplicaCause | None, detail: str) -> None:
-        """Close a replica, and move its requests. A replica leaves once, with one event."""
-        was_out = replica.out_because is not None
-        replica.out_because = detail if cause is None else f"{cause}: {detail}"
-        replica.gone.set()
-        self._changed.set()
-        if cause is not None and not was_out:
-            self._report(replica, cause, detail)
-
-    def _report(self, replica: _Replica, cause: ReplicaCause, detail: str) -> None:
-        self._on_event(ReplicaEvent(replica=replica.name, cause=cause, detail=detail))
-
-    async def _end_returns(self) -> None:
-        """Stop waiting for replicas that are out: they would acknowledge an outdated version."""
-        tasks, self._returning = self._returning, set()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise closed()
+    def _serving(self) -> list[_Replica]:
+        return [replica for replica in self._replicas.values() if replica.out_because is None]
 
     def _none_left(self) -> EngineError:
         if self._is_closed:
@@ -328,5 +295,5 @@ class EnginePool:
         )
 
     def _list_causes(self) -> str:
-        causes = [(replica.name, replica.out_because) for replica in self._replicas]
+        causes = [(replica.name, replica.out_because) for replica in self._replicas.values()]
         return "; ".join(f"{name}: {cause}" for name, cause in causes if cause is not None)

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+from strop.cluster.ray.node import require_ray
 from strop.cluster.ray.runtime import RayHead
-from strop.cluster.ray.settings import RayNode, check_object_store, choose_temp_dir, require_ray
 from strop.errors import CheckRefused, SandboxError, SandboxRefused
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.io.atomic import write_bytes_atomically
@@ -99,7 +99,6 @@ class RayHosts:
     def __init__(self, settings: HostSettings, folder: Path, service: Service, num_nodes: int) -> None:
         """`folder` gets the address and the token, and has to be seen by all nodes."""
         require_ray()
-        check_object_store()
         for name in (RAY_ADDRESS, RAY_TOKEN_PATH):
             # Those of a job are for the cluster of its run.
             os.environ.pop(name, None)
@@ -108,9 +107,7 @@ class RayHosts:
         self._num_nodes = num_nodes
         self._address_path = folder / "ray.address"
         self._address_path.unlink(missing_ok=True)
-        environ = {**os.environ, NODE_VARIABLE: "0"}
-        node = RayNode.here(environ, num_nodes, temp_dir=choose_temp_dir(), logs_dir=folder)
-        self._head = RayHead(node, num_nodes, _token_path(folder))
+        self._head = RayHead(folder, num_nodes, _token_path(folder))
         self._known: dict[str, str] = {}
         """The host of each node, by Ray's id of the node; empty where none works."""
         self._looking: asyncio.Task[None] | None = None
@@ -120,8 +117,7 @@ class RayHosts:
 
         Raises: EngineError if Ray does not start; SandboxRefused if no sandbox can be made on the first node.
         """
-        self._head.launch()
-        address = await self._head.connect()
+        address = await self._head.start()
         write_bytes_atomically(self._address_path, address.encode())
         await self._add_new()
         self._looking = asyncio.create_task(self._keep_looking())

@@ -73,15 +73,12 @@ HEAD = """
 import asyncio, os, sys
 from pathlib import Path
 from strop.cluster.ray.runtime import RayHead
-from strop.cluster.ray.settings import RayNode, choose_temp_dir
 
 async def act():
     run = Path(sys.argv[1])
-    node = RayNode.here(os.environ, 2, temp_dir=choose_temp_dir(), logs_dir=run / "roles")
-    head = RayHead(node, 2, run / "unused")
-    head.launch()
-    await head.connect()
-    await head.await_nodes(range(2), 300.0)
+    head = RayHead(run / "roles", 2, run / "unused")
+    await head.start()
+    await head.await_nodes(300.0)
     print("both are here", flush=True)
     exec(sys.argv[2])
     await head.stop()

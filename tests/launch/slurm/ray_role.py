@@ -22,7 +22,6 @@ import numpy as np
 
 from strop.cluster import Roles
 from strop.cluster.ray.placement import RayPlacement
-from strop.cluster.ray.runtime import read_nodes
 from strop.engine.pool import EnginePool, ReplicaEvent
 from strop.errors import StropError
 from strop.record import RunDir
@@ -63,12 +62,16 @@ async def act(run_path: Path, model_uri: str) -> None:
                     evaluate=None,
                 )
             ).run()
-            found = {"nodes": [node.name for node in read_nodes()], "roles": placement.role_pids}
-            versions = {
+            import ray
+
+            assert isinstance(roles.engine, EnginePool)
+            found = {
+                "nodes": [node["NodeName"] for node in ray.nodes()],
+                "roles": placement.role_pids,
                 "version": roles.learner.version,
-                "served": [one.version for one in placement._engines],
+                "served": [one.version for one in roles.engine._replicas.values()],
             }
-            write(run_path / "trained.json", found | versions)
+            write(run_path / "trained.json", found)
             await wait_for_loss(roles, run_path, is_last=is_apart)
         except StropError as error:
             write(run_path / "lost.json", {"cause": str(error)})

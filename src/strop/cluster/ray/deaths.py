@@ -1,68 +1,63 @@
-"""Detects the end of any role within seconds, names it, and fails every pending call.
+"""Names the end of any role, and fails every pending call.
 
 Of replicas (roles that do the same work) all but the last may end: that is reported, and the others continue.
-A role's process is watched by a call to it that never returns: when it dies, Ray fails that call.
+A role is watched by a call to it that never returns: when its process or node dies, Ray fails that call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.cluster.ray.runtime import JoinedNode
+from strop.cluster.ray.roles import RoleFacts
 from strop.errors import EngineLost, StropError, describe_error, format_error
 from strop.hardware.process import tail
+from strop.spec.layout import RoleKind, RoleSlot
 
 VERDICT_LIMIT_S = 25.0
 """A call may fail before Ray reports the death behind it, which takes 20 s at most for a silent node."""
 _LOOK_EVERY_S = 1.0
-_DETAIL = re.compile(r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", re.DOTALL)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FollowedRole:
-    """A started role."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class RunningRole:
+    """A role that was started."""
 
-    name: str
-    node: int
-    pid: int
-    host: str
+    slot: RoleSlot
     log_path: Path
-    is_replica: bool = False
-    """Whether others do the same work, so that the run continues while one of them is alive."""
+    actor: Any = None
+    facts: RoleFacts | None = None
+    """None until it has begun."""
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether others do the same work, so that the run continues while one of them is alive."""
+        return self.slot.kind is RoleKind.ENGINE
 
 
 class DeathWatch:
     """Watches all roles of a run, and keeps how they ended and which death ended the run."""
 
-    def __init__(
-        self, read_nodes: Callable[[], list[JoinedNode]], find_head_death: Callable[[], str | None]
-    ) -> None:
-        self._read_nodes = read_nodes
+    def __init__(self, find_head_death: Callable[[], str | None]) -> None:
+        """Begin to watch. `find_head_death` returns how Ray ended on this machine, None while it runs."""
         self._find_head_death = find_head_death
-        self._roles: dict[str, FollowedRole] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._death: asyncio.Future[EngineLost] | None = None
+        self._roles: list[RunningRole] = []
+        self._death: asyncio.Future[EngineLost] = asyncio.get_running_loop().create_future()
         self._ends: dict[str, str] = {}
         self._news = asyncio.Event()
         self._on_lost: Callable[[str, str], None] = lambda name, message: None
         self._is_stopping = False
+        self._tasks = {asyncio.create_task(self._look_at_head())}
 
-    def follow(self, role: FollowedRole, ending: Awaitable[str]) -> None:
+    def follow(self, role: RunningRole, ending: Awaitable[str]) -> None:
         """Wait for the end of a role from now on."""
-        self._roles[role.name] = role
-        self._keep(self._follow(role, ending))
-
-    def start(self) -> None:
-        """Begin to watch nodes and the head."""
-        self._death = asyncio.get_running_loop().create_future()
-        self._keep(self._look_at_nodes())
+        self._roles.append(role)
+        self._tasks.add(asyncio.create_task(self._follow(role, ending)))
 
     def stop(self) -> None:
         """Expect every role to end from now on."""
@@ -74,17 +69,11 @@ class DeathWatch:
         """Set the callback for a replica that ended while others are alive: its name, and how."""
         self._on_lost = on_lost
 
-    def find_end(self, name: str) -> str | None:
-        """Return how a role itself ended; None while it is alive."""
-        return self._ends.get(name)
-
     def find(self, name: str) -> str | None:
         """Return how a role or else the run ended; None while they are alive."""
         if name in self._ends:
             return self._ends[name]
-        if self._death is None or not self._death.done():
-            return None
-        return str(self._death.result())
+        return str(self._death.result()) if self._death.done() else None
 
     async def guard(self, call: Awaitable[T], limit_s: float, *, role: str = "") -> T:
         """Return the answer of a role; `role` names one whose end does not end the run.
@@ -94,7 +83,6 @@ class DeathWatch:
         """
         from ray.exceptions import RayError, RayTaskError
 
-        assert self._death is not None, "start comes first"
         # Within a coroutine: cancelling gathered calls directly would log errors.
         task = asyncio.create_task(asyncio.wait_for(call, None))
         both: set[asyncio.Future[Any]] = {task, self._death}
@@ -123,86 +111,40 @@ class DeathWatch:
                 while self.find(role) is None:
                     await self._news.wait()
                     self._news.clear()
-        end = self.find(role)
-        raise EngineLost(_explain("a role failed", cause) if end is None else end) from failure
+        raise EngineLost(self.find(role) or _explain("a role failed", cause)) from failure
 
-    async def _follow(self, role: FollowedRole, ending: Awaitable[str]) -> None:
+    async def _follow(self, role: RunningRole, ending: Awaitable[str]) -> None:
+        """Note how a role ended; the run ends too, unless replicas do its work."""
         from ray.exceptions import RayError
 
         try:
             cause = await ending
         except RayError as error:
-            cause = await self._explain_loss(error)
-        lines = read_log(role.log_path, role.host)
-        where = f"role {role.name} on node {role.node} ({role.host}), process {role.pid}, ended"
-        self._end([role], _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{lines}\n"))
-
-    async def _explain_loss(self, error: Exception) -> str:
-        """Return why a process ended, as far as Ray knows, with the cause of its node's death, if any."""
-        detail = _DETAIL.search(str(error))
-        cause = detail[1].strip() if detail else str(error).strip()
-        if "node" not in cause.lower():
-            return cause
-        nodes = await asyncio.to_thread(self._read_nodes)
-        dead = [node for node in nodes if not node.is_alive]
-        return "; ".join(
-            [cause, *(f"node {node.name} ({node.address}) was lost: {node.why}" for node in dead)]
-        )
-
-    async def _look_at_nodes(self) -> None:
-        from ray.exceptions import RayError
-
-        known: set[str] = set()
-        while True:
-            head = self._find_head_death()
-            try:
-                dead = (
-                    [] if head else [n for n in await asyncio.to_thread(self._read_nodes) if not n.is_alive]
-                )
-            except RayError as error:
-                head = str(error)
-                dead = []
-            if head:
-                self._settle(_explain("the head of Ray was lost", head))
-            for node in dead:
-                if node.ray_id not in known:
-                    known.add(node.ray_id)
-                    lost = [
-                        role for role in self._roles.values() if str(role.node) == node.name.split("@")[0]
-                    ]
-                    names = ", ".join(role.name for role in lost) or "no role"
-                    event = f"node {node.name} ({node.address}) was lost, and with it {names}"
-                    self._end(lost, _explain(event, node.why))
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-    def _end(self, roles: Sequence[FollowedRole], message: str) -> None:
-        """Note roles that ended; the run ends too, unless replicas do their work."""
+            cause = str(error).strip()
         if self._is_stopping:
             return
-        new = [role for role in roles if role.name not in self._ends]
-        self._ends.update({role.name: message for role in new})
+        name, host = role.slot.name, role.facts.host if role.facts else "unknown"
+        lines = tail(role.log_path) if role.log_path.exists() else f"(they are on {host})"
+        where = f"role {name} on node {role.slot.node} ({host})"
+        where += f", process {role.facts.pid}, ended" if role.facts else " ended"
+        message = _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{lines}\n")
+        self._ends[name] = message
         self._news.set()
-        has_replica = any(role.is_replica and role.name not in self._ends for role in self._roles.values())
-        if not roles or not has_replica or not all(role.is_replica for role in roles):
+        if role.is_replica and any(one.is_replica and one.slot.name not in self._ends for one in self._roles):
+            self._on_lost(name, message)
+        else:
             self._settle(message)
-            return
-        for role in new:
-            self._on_lost(role.name, message)
+
+    async def _look_at_head(self) -> None:
+        while True:
+            if death := self._find_head_death():
+                self._settle(_explain("the head of Ray was lost", death))
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def _settle(self, message: str) -> None:
-        if not self._is_stopping and self._death is not None and not self._death.done():
+        if not self._is_stopping and not self._death.done():
             self._death.set_result(EngineLost(message))
             self._news.set()
-
-    def _keep(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-def read_log(path: Path, host: str) -> str:
-    """Return the last lines of a role's log, or where they are if that is another machine's disk."""
-    return tail(path) if path.exists() else f"(they are on {host})"
 
 
 def _explain(event: str, cause: str) -> str:

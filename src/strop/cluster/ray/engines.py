@@ -10,14 +10,15 @@ import asyncio
 import logging
 import os
 import pickle
+import secrets
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.cluster.publishers import open_memory_dir, remove_publication
+from strop.cluster.publishers import remove_publication
 from strop.cluster.ray.roles import AsyncRole, RoleStart
 from strop.engine.chat import ChatServer, as_engine_error
 from strop.engine.contract import (
@@ -34,7 +35,8 @@ from strop.engine.contract import (
     settle,
 )
 from strop.engine.loading import EngineSettings, load_engine
-from strop.errors import EngineError, EngineLost, StropError, WeightMismatch
+from strop.errors import EngineError, EngineLost, StropError
+from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint
 from strop.io.variables import LOG_FORMAT
@@ -62,18 +64,13 @@ class ScoreRequest:
     temperature: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineFacts:
-    """What an engine has loaded."""
-
-    model_digest: str
-    tokenizer_digest: str
+_Waiting = tuple[GenerationRequest | ScoreRequest, asyncio.Future[Any]]
 
 
 class EngineActor(AsyncRole):
     """Holds one engine."""
 
-    _engine: Engine | None = None
+    _engine: Engine
     _chat: ChatServer | None = None
 
     def __init__(self, start: RoleStart) -> None:
@@ -81,12 +78,16 @@ class EngineActor(AsyncRole):
         self._kept = ExitStack()
         self._weights_dir: Path | None = None
 
-    async def load(self, settings: EngineSettings, model_dir: Path, version: int = 0) -> EngineFacts:
+    async def load(self, settings: EngineSettings, version: int = 0) -> None:
         """Load the engine. Raises: ConfigError if model or settings cannot be used."""
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-        loaded = await load_engine(settings, model_dir, version=version)
-        self._engine, self._tokenizer = loaded.engine, loaded.tokenizer
-        return EngineFacts(model_digest=loaded.model_digest, tokenizer_digest=loaded.tokenizer.digest)
+        self._engine, self._tokenizer = await load_engine(settings, self._source.path, version=version)
+
+    async def serve_chat(self, settings: EngineSettings, host: str) -> Endpoint:
+        """Load the engine, and serve chats with it at an address of this machine. See `ChatServer`."""
+        await self.load(settings)
+        self._chat = ChatServer(self._engine, self._tokenizer, host)
+        return self._chat.endpoint
 
     async def ask(self, batch: bytes) -> bytes:
         """Answer pickled requests together; return the pickled outcomes, in their order."""
@@ -111,7 +112,7 @@ class EngineActor(AsyncRole):
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`."""
-        receipt = await self._own().update(update)
+        receipt = await self._engine.update(update)
         _log.info("serving version %d, digest %s", receipt.version, receipt.digest[:12])
         if self._weights_dir is not None and update.path:
             # Earlier publications that were sent here have been read.
@@ -122,7 +123,10 @@ class EngineActor(AsyncRole):
     async def append(self, name: str, offset: int, piece: bytes) -> str:
         """Add a piece to a file of weights on this machine; return its path. Raises: StoreError."""
         if self._weights_dir is None:
-            self._weights_dir = self._kept.enter_context(open_memory_dir())
+            # After kill -9 the next owner of such a directory, or the job's agent, removes it.
+            path = SHARED_MEMORY / f"{MEMORY_PREFIX}{secrets.token_hex(4)}"
+            self._kept.enter_context(own_dir(path))
+            self._weights_dir = path
         path = self._weights_dir / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,31 +137,20 @@ class EngineActor(AsyncRole):
             raise explain_write_failure(error, path) from error
         return str(self._weights_dir)
 
-    async def serve_chat(self, host: str) -> Endpoint:
-        """Serve chats with this engine at an address of this machine. See `ChatServer`."""
-        self._chat = ChatServer(self._own(), self._tokenizer, host)
-        return self._chat.endpoint
-
-    async def end(self) -> None:  # type: ignore[override]
+    async def end(self) -> None:
         """Close the engine."""
-        await super().end()
         if self._chat is not None:
             await self._chat.close()
-        if self._engine is not None:
+        if hasattr(self, "_engine"):
             await self._engine.close()
         self._kept.close()
 
-    def _own(self) -> Engine:
-        assert self._engine is not None, "load comes first"
-        return self._engine
-
     async def _answer(self, request: GenerationRequest | ScoreRequest) -> Outcome:
         """Return the outcome of a request: a failure does not affect others of its batch."""
-        engine = self._own()
         try:
             if isinstance(request, GenerationRequest):
-                return await engine.generate(request)
-            return await engine.score(request.prompt_ids, request.reply_ids, request.temperature)
+                return await self._engine.generate(request)
+            return await self._engine.score(request.prompt_ids, request.reply_ids, request.temperature)
         except EngineLost as error:
             self.note_end(str(error))
             return error
@@ -169,14 +162,6 @@ class EngineActor(AsyncRole):
         except Exception as error:  # A bug is an error of this request alone.
             _log.exception("a reply failed")
             return as_engine_error(error)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request and the coroutine that waits for it."""
-
-    request: GenerationRequest | ScoreRequest
-    answer: asyncio.Future[Any]
 
 
 async def call_plainly(call: Awaitable[T], limit_s: float) -> T:
@@ -219,9 +204,6 @@ class ActorEngine:
         self._guard = guard
         self._inbox: list[_Waiting] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_sending = False
-        self.version: int | None = None
-        """Version of the last weights that it acknowledged, None before the first."""
         self._is_closed = False
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -231,31 +213,18 @@ class ActorEngine:
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the log-probability of each reply token. See `Engine.score`."""
-        score: ReplyScore = await self._ask(
-            ScoreRequest(prompt_ids=prompt_ids, reply_ids=reply_ids, temperature=temperature)
-        )
+        request = ScoreRequest(prompt_ids=prompt_ids, reply_ids=reply_ids, temperature=temperature)
+        score: ReplyScore = await self._ask(request)
         return score
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
-        """Serve new weights. See `Engine.update`.
-
-        Raises: WeightMismatch also if the receipt names another version or digest than was published.
-        """
-        self._require_open()
-        if update.transport is WeightTransport.SHARED:
-            raise WeightMismatch(
-                f"weight update {update.version} is by {update.transport}, and the engine is elsewhere"
-            )
+        """Serve new weights. See `Engine.update`."""
+        if self._is_closed:
+            raise closed()
         sent = update
         if update.transport is WeightTransport.FILE and update.path and not self._sees_files:
             sent = replace(update, path=await self._send_files(Path(update.path)))
         receipt: WeightReceipt = await self._guard(self._actor.update.remote(sent), CALL_LIMIT_S)
-        if (receipt.version, receipt.digest) != (update.version, update.digest):
-            raise WeightMismatch(
-                f"the engine acknowledged version {receipt.version} with digest {receipt.digest}, not version"
-                f" {update.version} with digest {update.digest}"
-            )
-        self.version = receipt.version
         return receipt
 
     async def close(self) -> None:
@@ -264,48 +233,46 @@ class ActorEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        fail([waiting.answer for waiting in self._inbox], closed())
+        fail([answer for _, answer in self._inbox], closed())
 
-    async def _ask(self, request: GenerationRequest | ScoreRequest) -> Any:
-        self._require_open()
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        self._inbox.append(waiting)
-        if not self._is_sending:
-            self._is_sending = True
-            self._keep(self._send())
-        return await waiting.answer
-
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _ask(self, request: GenerationRequest | ScoreRequest) -> asyncio.Future[Any]:
+        """Have a request sent with those that are made together; return its outcome to come."""
+        if self._is_closed:
+            raise closed()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._inbox.append((request, answer))
+        if len(self._inbox) == 1:
+            task = asyncio.create_task(self._send())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return answer
 
     async def _send(self) -> None:
         """Send the waiting requests as one batch, and deliver the outcomes."""
         await settle(lambda: len(self._inbox))
-        batch, self._inbox, self._is_sending = self._inbox, [], False
+        batch, self._inbox = self._inbox, []
         error: StropError = closed()
         try:
-            call = pickle.dumps([waiting.request for waiting in batch])
+            call = pickle.dumps([request for request, _ in batch])
             if self._is_streamed:
                 await self._guard(self._receive_parts(call, batch), CALL_LIMIT_S)
             else:
-                answer = await self._guard(self._actor.ask.remote(call), CALL_LIMIT_S)
-                for waiting, outcome in zip(batch, pickle.loads(answer), strict=True):
-                    _settle(waiting, outcome)
+                outcomes = pickle.loads(await self._guard(self._actor.ask.remote(call), CALL_LIMIT_S))
+                for (_, answer), outcome in zip(batch, outcomes, strict=True):
+                    _settle(answer, outcome)
             error = EngineError("the engine did not answer a request of its batch")
         except StropError as failure:
             error = failure
         finally:
             # No caller may wait for ever, not even after a bug or a cancellation.
-            fail([waiting.answer for waiting in batch], error)
+            fail([answer for _, answer in batch], error)
 
     async def _receive_parts(self, call: bytes, batch: Sequence[_Waiting]) -> None:
         """Deliver outcomes as they come."""
         parts = self._actor.ask_parts.options(num_returns="streaming").remote(call)
         async for part in parts:
             for place, outcome in pickle.loads(await part):
-                _settle(batch[place], outcome)
+                _settle(batch[place][1], outcome)
 
     async def _send_files(self, path: Path) -> str:
         """Send a file, or the files of a folder, to the actor's machine; return the path there."""
@@ -314,24 +281,18 @@ class ActorEngine:
             folder = await self._guard(self._actor.append.remote(*piece), CALL_LIMIT_S)
         return os.path.join(folder, path.name)
 
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise closed()
-
 
 def _read_pieces(path: Path) -> Iterator[tuple[str, int, bytes]]:
     """Yield name, offset and bytes of each piece of a file, or of a folder's files."""
     for file in [path] if path.is_file() else sorted(path.iterdir()):
         with file.open("rb") as source:
-            offset = 0
             while piece := source.read(PIECE_BYTES):
-                yield str(file.relative_to(path.parent)), offset, piece
-                offset += len(piece)
+                yield str(file.relative_to(path.parent)), source.tell() - len(piece), piece
 
 
-def _settle(waiting: _Waiting, outcome: Outcome) -> None:
+def _settle(answer: asyncio.Future[Any], outcome: Outcome) -> None:
     """Deliver an outcome to a waiting caller."""
     if isinstance(outcome, StropError):
-        fail([waiting.answer], outcome)
+        fail([answer], outcome)
     else:
-        deliver(waiting.answer, outcome)
+        deliver(answer, outcome)

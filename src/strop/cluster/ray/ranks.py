@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from strop.cluster.contract import LearnerFacts, LearnerRole, call_method
@@ -49,9 +48,7 @@ class LearnerRank(RayRole):
         )
         return int(self._store.port)
 
-    def load(
-        self, spec: RunSpec, source: ModelHandle, rank: int, num_ranks: int, rendezvous: tuple[str, int]
-    ) -> LearnerFacts:
+    def load(self, spec: RunSpec, rank: int, num_ranks: int, rendezvous: tuple[str, int]) -> LearnerFacts:
         """Load the model, or this rank's rows of it. `rendezvous`: host and port of the first rank's store.
 
         Raises: ConfigError if the model cannot be loaded.
@@ -60,7 +57,7 @@ class LearnerRank(RayRole):
             from strop.cluster.local import build_learner, build_rank
 
         if num_ranks == 1:
-            self._learner = build_learner(spec, source)
+            self._learner = build_learner(spec, self._source)
         else:
             import torch
             import torch.distributed as dist
@@ -76,9 +73,8 @@ class LearnerRank(RayRole):
                 world_size=num_ranks,
                 timeout=limit,
             )
-            self._learner = build_rank(spec, source, num_ranks=num_ranks)
-        mark_path = self._start.mark_path
-        self._learner.sees_run = not mark_path or Path(mark_path).exists()
+            self._learner = build_rank(spec, self._source, num_ranks=num_ranks)
+        self._learner.sees_run = self.sees_run
         return LearnerFacts.of(self._learner)
 
     def call(self, call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]) -> tuple[Any, int]:

@@ -22,7 +22,7 @@ from strop.hardware.allocation import take_devices
 from strop.hardware.tuning import importing
 from strop.hardware.visible_devices import ENV_DEVICES, PART_DEVICES, VISIBLE_DEVICES
 from strop.io.variables import level_variables, log_from
-from strop.spec.layout import DeviceShare
+from strop.spec.layout import ENV, RoleSlot
 
 if TYPE_CHECKING:
     from strop.store import ModelHandle
@@ -32,19 +32,16 @@ if TYPE_CHECKING:
 class RoleStart:
     """The parameters of a role, sent before anything else."""
 
-    name: str
-    node: int
-    log_path: str
+    slot: RoleSlot
+    log_path: Path
     num_threads: int = 1
     log_level: str | None = None
     """From `output.log_level` for the role, if that is set."""
-    devices: DeviceShare | None = None
-    has_env_gpus: bool = False
-    """Whether its GPUs are for environments, and so for the sandboxes of its attempts, too."""
+    takes_devices: bool = True
+    """Whether the slot names its GPUs; else Ray has chosen them."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """The variables of `store.policy`, which the run's process may have from its run file; on an attached
-    cluster all that the role needs."""
-    mark_path: str = ""
+    """Variables that the run's process may have from its run file; on an attached cluster also the job's."""
+    mark_path: Path = Path("/")
     """A file on the disk of the run's process: a role that sees it shares that disk."""
 
 
@@ -54,8 +51,6 @@ class RoleFacts:
 
     pid: int
     host: str
-    sees_run: bool = True
-    """Whether it sees the disk of the run's process."""
 
 
 class RayRole:
@@ -66,36 +61,44 @@ class RayRole:
 
     def __init__(self, start: RoleStart) -> None:
         self._start = start
-        self._ended = threading.Event()
-        path = Path(start.log_path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        start.log_path.parent.mkdir(parents=True, exist_ok=True)
         # All output of this process and its children, including native code.
-        with path.open("ab") as log:
+        with start.log_path.open("ab") as log:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(log.fileno(), stream.fileno())
 
-    def begin(self) -> RoleFacts:
-        """Take the GPUs. Raises: CheckRefused naming the role if its node shows fewer."""
-        start = self._start
+    def begin(self, source: ModelHandle) -> RoleFacts:
+        """Take the GPUs, and find the model or fetch it.
+
+        Raises: CheckRefused naming the role if its node shows fewer GPUs; as `bring_model`.
+        """
+        start, slot = self._start, self._start.slot
         os.environ.update({**level_variables(start.log_level), **start.variables})
         log_from(start.log_level)
-        if start.devices is not None:
-            os.environ.update(take_devices(start.name, start.devices, os.environ))
-            for name in PART_DEVICES.values():
-                os.environ.pop(name, None)
-        if start.has_env_gpus:
-            os.environ[ENV_DEVICES] = os.environ.get(VISIBLE_DEVICES, "")
+        if slot.devices is not None:
+            if start.takes_devices:
+                os.environ.update(take_devices(slot.name, slot.devices, os.environ))
+                for name in PART_DEVICES.values():
+                    os.environ.pop(name, None)
+            if slot.devices.part == ENV:
+                # For the sandboxes of its attempts, too.
+                os.environ[ENV_DEVICES] = os.environ.get(VISIBLE_DEVICES, "")
         if self.computes:
             # After the GPUs are chosen: importing torch may already look at them.
             with importing():
                 import torch
 
             torch.set_num_threads(start.num_threads)
-        sys.stdout.write(f"role {start.name} on node {start.node}, process {os.getpid()}\n")
+        sys.stdout.write(f"role {slot.name} on node {slot.node}, process {os.getpid()}\n")
         sys.stdout.flush()
-        sees_run = not start.mark_path or Path(start.mark_path).exists()
-        return RoleFacts(pid=os.getpid(), host=socket.gethostname(), sees_run=sees_run)
+        self._source = self.bring_model(source)
+        return RoleFacts(pid=os.getpid(), host=socket.gethostname())
+
+    @property
+    def sees_run(self) -> bool:
+        """Whether it sees the disk of the run's process."""
+        return self._start.mark_path.exists()
 
     def bring_model(self, source: ModelHandle) -> ModelHandle:
         """Return the model on this machine, fetched if it is not here.
@@ -112,37 +115,35 @@ class RayRole:
         if model.digest != source.digest:
             raise CheckRefused(
                 f"{source.uri} has digest {model.digest[:12]} on {socket.gethostname()}, where role"
-                f" {self._start.name} is",
+                f" {self._start.slot.name} is",
                 allowed=f"the model of the run, {source.digest[:12]}, on every machine",
                 next_step="name a revision of it, or keep it in the store of the run",
             )
         return replace(source, path=model.path)
 
     def wait_for_end(self) -> str:
-        """Return why this role ended, once it has; for a killed role the call fails instead."""
-        self._ended.wait()
-        return "it was told to end"
-
-    def end(self) -> None:
-        """Release everything."""
-        self._ended.set()
+        """Wait for ever: the call fails when this process or its node dies."""
+        threading.Event().wait()
+        return ""
 
 
 class AsyncRole(RayRole):
     """A role that waits. Its methods are coroutines, or quick: Ray runs them all in one event loop."""
 
-    _cause = "it was told to end"
+    def __init__(self, start: RoleStart) -> None:
+        super().__init__(start)
+        self._ended = asyncio.Event()
+        self._cause = ""
 
     async def wait_for_end(self) -> str:  # type: ignore[override]
-        """Return why this role ended, once it has; for a killed role the call fails instead."""
-        await asyncio.to_thread(self._ended.wait)
+        """Return why this role is of no use any more; for a killed role the call fails instead."""
+        await self._ended.wait()
         return self._cause
-
-    async def end(self) -> None:  # type: ignore[override]
-        """Release everything."""
-        self._ended.set()
 
     def note_end(self, cause: str) -> None:
         """Say that this role is of no use any more."""
         self._cause = cause
         self._ended.set()
+
+    async def end(self) -> None:
+        """Release everything."""

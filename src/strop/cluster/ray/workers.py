@@ -18,9 +18,8 @@ from strop.cluster.ray.roles import AsyncRole
 from strop.errors import EngineLost
 from strop.hardware.busy_clock import BusyClock
 from strop.io.endpoints import Endpoint, hand_over
-from strop.record.timeline import ENGINE, VERIFIER
+from strop.record.timeline import VERIFIER
 from strop.rollout import Group
-from strop.store import ModelHandle
 
 if TYPE_CHECKING:
     from strop.environments import RolloutPlan
@@ -40,7 +39,6 @@ class RolloutWorker(AsyncRole):
 
     async def load(
         self,
-        source: ModelHandle,
         engine: Any,
         is_streamed: bool,
         make_task: Callable[[], Task],
@@ -62,7 +60,7 @@ class RolloutWorker(AsyncRole):
         self._task = make_task()
         self._judge = Judge(self._task, make_task)
         self._engine = ActorEngine(engine, is_streamed=is_streamed)
-        self._tokenizer = Tokenizer.load(source.path)
+        self._tokenizer = Tokenizer.load(self._source.path)
 
     async def run_group(self, plans: Sequence[RolloutPlan]) -> bytes:
         """Attempt one group; return it with the spans of engine and judge, in seconds from its begin.
@@ -82,9 +80,8 @@ class RolloutWorker(AsyncRole):
         ]
         return pickle.dumps((group, *spans))
 
-    async def end(self) -> None:  # type: ignore[override]
+    async def end(self) -> None:
         """Close judge and client, and remove the keys of the run's servers."""
-        await super().end()
         if self._keys_dir is not None:
             shutil.rmtree(self._keys_dir, ignore_errors=True)
         if hasattr(self, "_judge"):
@@ -100,16 +97,15 @@ class RolloutWorkers:
         actors: Sequence[Any],
         watch: DeathWatch,
         *,
-        engines: Sequence[int] | None = None,
-        serves: Callable[[int], bool] = lambda worker: True,
+        engines: Sequence[str],
+        serves: Callable[[str], bool],
     ) -> None:
         """`actors` are of `RolloutWorker` and have loaded.
 
-        `engines` is the number of each worker's engine; None: all use the first. `serves` returns whether a
-        worker's engine takes requests.
+        `engines` is the name of each worker's engine. `serves` returns whether an engine takes requests.
         """
-        self._engines = [f"{ENGINE}-{engine}" for engine in engines or [0] * len(actors)]
-        self.busy = {name: BusyClock() for name in [*dict.fromkeys(self._engines), VERIFIER]}
+        self._engines = engines
+        self.busy = {name: BusyClock() for name in [*dict.fromkeys(engines), VERIFIER]}
         """The clocks of each engine, and of all workers' judges."""
         self._actors = actors
         self._watch = watch
@@ -123,7 +119,7 @@ class RolloutWorkers:
         Raises: EngineLost naming the role that ended; else like `environments.run_group`.
         """
         while True:
-            serving = [worker for worker in range(len(self._actors)) if self._serves(worker)]
+            serving = [worker for worker, name in enumerate(self._engines) if self._serves(name)]
             if not serving:
                 raise EngineLost(
                     f"none of {len(self._actors)} rollout workers has an engine that serves",
@@ -143,10 +139,5 @@ class RolloutWorkers:
             for name, spans in zip((self._engines[chosen], VERIFIER), answer[1:], strict=True):
                 for begin, end in spans:
                     self.busy[name].add((begun_at + begin, begun_at + end))
-            if self._serves(chosen) or not any(map(self._serves, range(len(self._actors)))):
+            if self._serves(self._engines[chosen]) or not any(map(self._serves, self._engines)):
                 return group
-
-
-def assign_engines(num_workers: int, num_engines: int) -> list[int]:
-    """Return the engine of each worker, evenly."""
-    return [index % num_engines for index in range(num_workers)]

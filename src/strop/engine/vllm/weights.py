@@ -77,15 +77,6 @@ def read_forms(model_dir: Path) -> dict[str, tuple[int, ...]]:
     return forms
 
 
-def model_digest(model_dir: Path, dtype: torch.dtype) -> str:
-    """Return the digest of a model directory as the policy that loads it would publish it."""
-    forms = read_forms(model_dir)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(model_dir.glob("*.safetensors")):
-        tensors |= {name: tensor for name, tensor in load_file(file).items() if name in forms}
-    return tensors_digest((name, tensor.to(dtype)) for name, tensor in tensors.items())
-
-
 def require_forms(
     source: str,
     tensors: Mapping[str, torch.Tensor],
