@@ -177,7 +177,7 @@ class RaySpec(Section):
         default=None,
         min_length=1,
         description="Folder on each node for Ray's sockets and logs, at most 30 bytes long; the run removes"
-        " what it makes there. none = the user's own folder in /tmp.",
+        " what it makes there. none = /tmp.",
         json_schema_extra=expert("temporary folders are small on some clusters, and paths of sockets short"),
     )
 
