@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import pytest
 
 from strop.cluster.contract import build_placement
-from strop.cluster.ray.attached import AttachedCluster
 from strop.cluster.ray.placement import seat
+from strop.cluster.ray.runtime import AttachedCluster
 from strop.errors import CheckRefused
 from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import spawn, terminate

@@ -215,19 +215,6 @@ async def test_a_replica_that_is_out_does_not_hold_up_later_updates(
     assert desk.causes == [("e0", ReplicaCause.LOST), ("e0", ReplicaCause.BACK)]
 
 
-async def test_smp_6_a_reply_of_weights_that_were_given_up_takes_its_replica_out() -> None:
-    """Incident: runs sampled base weights throughout because the update had not been loaded."""
-    desk = Desk(2)
-    await desk.pool.update(UPDATE)
-    for engine in desk.engines:
-        engine.answers_at_once = True
-    desk.engines[0].version = 0
-    version = (await desk.pool.generate(ask(0))).policy_version
-    assert version == 1
-    assert desk.causes == [("e0", ReplicaCause.STALE)]
-    assert "a reply of version 0 came where 1 was acknowledged" in desk.events[0].detail
-
-
 async def test_smp_6_updates_do_not_overlap() -> None:
     """Incident: overlapping updates are reported."""
     desk = Desk(1)

@@ -4,9 +4,9 @@ Load is counted in tokens that may still be fed or sampled (prompt and reply lim
 go to one replica, which prefills the prompt once, as long as that replica is not far ahead of the others.
 Engines queue what they have no room for.
 
-A replica that is lost, answers under an outdated version, or does not acknowledge an update is out until it
-acknowledges a later one; its requests go to another replica once: they carry their seeds, so nothing is lost.
-A weight update goes to all at once, and a replica takes no requests from then until it has acknowledged.
+A replica that is lost or does not acknowledge an update is out until it acknowledges a later one; its
+requests go to another replica once: they carry their seeds, so nothing is lost. A weight update goes to all
+at once, and a replica takes no requests from then until it has acknowledged.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class ReplicaCause(StrEnum):
 
     LOST = "replica_lost"
     """It died or fell silent."""
-    STALE = "replica_stale"
-    """It answered under another version than the one that it had acknowledged."""
     UNPROVEN = "replica_unproven"
     """It did not acknowledge the version and digest of an update."""
     CANARY = "weight_canary"
@@ -73,8 +71,6 @@ class _Replica:
     out_because: str | None = None
     """None: it serves."""
     is_updating: bool = False
-    version: int | None = None
-    """The last acknowledged version; None before the first update."""
     load_tokens: int = 0
     asking: set[asyncio.Task[Any]] = field(default_factory=set)
     busy: BusyClock = field(default_factory=BusyClock)
@@ -175,7 +171,7 @@ class EnginePool:
         """Take out a replica, until it acknowledges a later update; its requests go to others."""
         replica = self._replicas[name]
         if replica.out_because is None and not self._is_closed:
-            self._on_event(ReplicaEvent(replica=name, cause=cause, detail=detail))
+            self._tell(replica, cause, detail)
         replica.out_because = f"{cause}: {detail}"
         for task in replica.asking:
             task.cancel()
@@ -204,7 +200,6 @@ class EnginePool:
         failures: list[str] = []
         while True:
             replica = self._homes[key] = await self._choose(key, cost_tokens, first)
-            admitted_version = replica.version
             replica.load_tokens += cost_tokens
             asking = asyncio.create_task(ask(replica.engine))
             replica.asking.add(asking)
@@ -213,13 +208,7 @@ class EnginePool:
                     await asyncio.wait({asking})
                 if asking.cancelled():
                     raise EngineError(replica.out_because or "the request was cancelled in the engine")
-                answer = asking.result()
-                if admitted_version is None or answer.policy_version in (admitted_version, replica.version):
-                    return answer
-                detail = f"a reply of version {answer.policy_version} came where {replica.version} was"
-                detail += " acknowledged"
-                self.condemn(replica.name, detail, ReplicaCause.STALE)
-                raise EngineError(detail)
+                return asking.result()
             except WeightMismatch:
                 raise
             except EngineError as error:
@@ -275,12 +264,13 @@ class EnginePool:
             if detail:
                 self.condemn(replica.name, detail, cause)
             else:
-                replica.version = update.version
-                if replica.out_because is not None:
-                    replica.out_because = None
-                    back = f"serves version {update.version}"
-                    self._on_event(ReplicaEvent(replica=replica.name, cause=ReplicaCause.BACK, detail=back))
+                was_out, replica.out_because = replica.out_because is not None, None
                 self._changed.set()
+                if was_out:
+                    self._tell(replica, ReplicaCause.BACK, f"serves version {update.version}")
+
+    def _tell(self, replica: _Replica, cause: ReplicaCause, detail: str) -> None:
+        self._on_event(ReplicaEvent(replica=replica.name, cause=cause, detail=detail))
 
     def _serving(self) -> list[_Replica]:
         return [replica for replica in self._replicas.values() if replica.out_because is None]
@@ -295,5 +285,5 @@ class EnginePool:
         )
 
     def _list_causes(self) -> str:
-        causes = [(replica.name, replica.out_because) for replica in self._replicas.values()]
-        return "; ".join(f"{name}: {cause}" for name, cause in causes if cause is not None)
+        causes = {name: replica.out_because for name, replica in self._replicas.items()}
+        return "; ".join(f"{name}: {cause}" for name, cause in causes.items() if cause)

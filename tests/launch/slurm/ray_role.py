@@ -65,11 +65,13 @@ async def act(run_path: Path, model_uri: str) -> None:
             import ray
 
             assert isinstance(roles.engine, EnginePool)
+            ids = REQUEST.prompt_ids
+            scores = await roles.engine.score_each(ids, ids, 1.0)
             found = {
                 "nodes": [node["NodeName"] for node in ray.nodes()],
                 "roles": placement.role_pids,
                 "version": roles.learner.version,
-                "served": [one.version for one in roles.engine._replicas.values()],
+                "served": [score.policy_version for score in scores.values()],
             }
             write(run_path / "trained.json", found)
             await wait_for_loss(roles, run_path, is_last=is_apart)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from strop.cluster.publishers import remove_publication
 from strop.cluster.ray.roles import AsyncRole, RoleStart
-from strop.engine.chat import ChatServer, as_engine_error
+from strop.engine.chat import ChatServer
 from strop.engine.contract import (
     Completion,
     Engine,
@@ -35,7 +35,7 @@ from strop.engine.contract import (
     settle,
 )
 from strop.engine.loading import EngineSettings, load_engine
-from strop.errors import EngineError, EngineLost, StropError
+from strop.errors import EngineError, EngineLost, StropError, describe_error
 from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import Endpoint
@@ -161,7 +161,7 @@ class EngineActor(AsyncRole):
             return error
         except Exception as error:  # A bug is an error of this request alone.
             _log.exception("a reply failed")
-            return as_engine_error(error)
+            return EngineError(f"it failed in the engine: {describe_error(error)}")
 
 
 async def call_plainly(call: Awaitable[T], limit_s: float) -> T:

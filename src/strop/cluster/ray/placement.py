@@ -21,13 +21,12 @@ from typing import Any
 
 from strop.cluster.contract import LearnerFacts, Publisher, Roles
 from strop.cluster.publishers import has_memory_room, open_publisher
-from strop.cluster.ray.attached import AttachedCluster
 from strop.cluster.ray.deaths import DeathWatch, RunningRole
 from strop.cluster.ray.engines import ActorEngine, EngineActor
 from strop.cluster.ray.node import OBJECT_STORE_BYTES, require_ray
 from strop.cluster.ray.ranks import LearnerRank, RayLearner
 from strop.cluster.ray.roles import RayRole, RoleStart
-from strop.cluster.ray.runtime import RayHead
+from strop.cluster.ray.runtime import AttachedCluster, RayHead
 from strop.cluster.ray.workers import RolloutWorker, RolloutWorkers
 from strop.engine.contract import Engine
 from strop.engine.loading import EngineSettings, streams_replies

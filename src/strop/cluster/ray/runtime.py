@@ -1,4 +1,4 @@
-"""The Ray cluster of one run, on the head: starts it, waits for all nodes, stops it without leftovers.
+"""The Ray cluster of one run: starts it, waits for all nodes, stops it without leftovers; or attaches to one.
 
 The token that every connection must carry is in a file that only this user can read: of the job, which its
 other nodes read too, or else of this cluster alone.
@@ -15,6 +15,7 @@ import os
 import secrets
 import sys
 import time
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ from strop.errors import CheckRefused, EngineError
 from strop.hardware.leftovers import SHARED_MEMORY, remove_dead
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.hardware.process import ChildProcess, spawn, terminate
-from strop.io.atomic import explain_write_failure
+from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.io.endpoints import write_secret
 from strop.io.variables import set_variables
-from strop.record.fence import RAY_TOKEN_PATH
+from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE, RAY_TOKEN_PATH
 from strop.spec.layout import RAY_NODE_MODULE
 
 ADDRESS_NAME = "ray_current_cluster"
@@ -46,6 +47,8 @@ START_LIMIT_S = 120.0
 _STOP_GRACE_S = 25.0
 """The launcher terminates Ray, then kills it; that takes a second, fifteen at most."""
 _POLL_S = 0.05
+_KNOCK_LIMIT_S = 10.0
+_CARRIED = (ATTEMPT_VARIABLE, NUMBER_VARIABLE, GRACE_VARIABLE, "HF_HOME", "HF_HUB_OFFLINE", "STROP_CACHE")
 
 
 class RayHead:
@@ -157,6 +160,81 @@ class RayHead:
             self._undo.callback(remove_dead, folder)
         self._undo.callback(terminate, launcher, _STOP_GRACE_S)
         return launcher
+
+
+class AttachedCluster:
+    """A cluster that is already running (`ray.address`), with this process connected to it.
+
+    The run leaves it unchanged. Its scheduler knows its GPUs, so the run requests them from it, role by role.
+    Its processes have other environments than the run: roles get the variables that the run needs.
+    """
+
+    def __init__(self, address: str, work_dir: Path, num_nodes: int) -> None:
+        """`work_dir`: for a mark file; a role that sees it shares the run's disk."""
+        self._address = address
+        self._num_nodes = num_nodes
+        self._is_connected = False
+        self.mark_path = work_dir / "attached"
+
+    async def start(self) -> str:
+        """Connect this process; return the address.
+
+        Raises: CheckRefused if no cluster answers there, it has other software, or this machine is none of
+            its nodes; StoreError if `work_dir` cannot be written.
+        """
+        host, colon, port = self._address.rpartition(":")
+        try:
+            if colon and port.isdecimal():
+                # Ray itself would retry for minutes.
+                knock = asyncio.open_connection(host.strip("[]"), int(port))
+                (await asyncio.wait_for(knock, _KNOCK_LIMIT_S))[1].close()
+            paths = os.pathsep.join(path for path in sys.path if path)
+            carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
+            # A unique name, so that actors of two runs on one cluster do not collide.
+            namespace = f"strop-{uuid.uuid4().hex[:12]}"
+            address = await connect_to(self._address, namespace, {"PYTHONPATH": paths, **carried})
+        except (OSError, *CONNECT_ERRORS) as error:
+            raise CheckRefused(
+                f"ray.address={self._address}: nothing answers there ({' '.join(repr(error).split())[:400]})",
+                allowed="the address of a cluster with this Ray and Python, or 'auto' on a node of it",
+                next_step="look at `ray status` there, or leave ray.address out: the run starts its own",
+            ) from error
+        self._is_connected = True
+        self.mark_path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(self.mark_path, self._address.encode())
+        return address
+
+    async def await_nodes(self) -> list[dict[str, Any]]:
+        """Return the nodes of the run as Ray shows them: this machine's first, then those with the most GPUs.
+
+        Raises: CheckRefused if the cluster has fewer nodes than the job needs; it will not grow.
+        """
+        import ray
+
+        own_id = ray.get_runtime_context().get_node_id()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes.sort(key=lambda node: (node["NodeID"] != own_id, -node["Resources"].get("GPU", 0.0)))
+        if len(nodes) < self._num_nodes:
+            raise CheckRefused(
+                f"the Ray cluster at {self._address} has {len(nodes)} nodes, and job.nodes is"
+                f" {self._num_nodes}",
+                allowed="as many nodes as the cluster has, or fewer",
+                next_step="lower job.nodes",
+            )
+        return nodes[: self._num_nodes]
+
+    def find_death(self) -> str | None:
+        """Return None: the cluster outlives the run."""
+        return None
+
+    async def stop(self) -> None:
+        """Disconnect; the cluster keeps running. May be called at any time, and twice."""
+        if self._is_connected:
+            import ray
+
+            self._is_connected = False
+            await asyncio.to_thread(ray.shutdown)
+        self.mark_path.unlink(missing_ok=True)
 
 
 async def connect_to(address: str, namespace: str, variables: dict[str, str] | None = None) -> str:
