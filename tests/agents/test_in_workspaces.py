@@ -140,10 +140,7 @@ def test_the_self_test_plays_the_workspaces_own_tools(tmp_path: Path, repository
     ("words", "error"),
     [
         (["name=guess-number", "agent=env"], "consist of turns and have no workspace"),
-        (
-            ["name=repo-repair", "source=x", "agent=env", "sandbox=remote", "runtime.serve=here"],
-            "the model is not reached",
-        ),
+        (["name=repo-repair", "source=x", "agent=env", "sandbox=ray"], "the model is not reached"),
         (["name=repo-repair", "source=x", "agent=env", 'mcp_servers=["x"]'], "with its own tools"),
         (["name=humaneval", "agent=env", 'agent_paths=["/usr"]', "source=x"], "works in no sandbox"),
         (["name=mlgym", "root=x", 'tasks=["a"]', 'agent_paths=["/usr"]'], "no program is named"),

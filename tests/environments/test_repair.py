@@ -20,14 +20,12 @@ from strop.environments import choose_environment, run_group
 from strop.environments.groups import NUM_REFILLS
 from strop.environments.repair import RepairRow, RepoRepair, RepoRepairSpec, read_passed
 from strop.errors import DataError
-from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.rollout import Example, FailureOwner, Split
 from strop.tasks import Task, build_task
 from tests.environments.test_worlds import call, plan_of, tokenizer_of
 from tests.environments.test_worlds import play_here as play
 from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.judging import failed
-from tests.fixtures.runtime_processes import service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 from tests.fixtures.small_root import copy_programs, imported
 
@@ -281,22 +279,6 @@ def test_the_repository_stands_at_the_rows_commit(tmp_path: Path, repository: Pa
     rollout = play(tmp_path, task, call("bash", command="cat lib/add.sh"), FIX, SUBMIT)
     assert "$1 - $2" in rollout.turns[2].text
     assert rollout.outcome.reward == 1.0, rollout.outcome
-
-
-@pytest.mark.slow
-def test_it_is_the_same_at_a_node_of_a_service(tmp_path: Path, repository: Path) -> None:
-    """A service that is handed to this process as a run hands it over."""
-    backend = "bubblewrap" if shutil.which("bwrap") else "process"
-    (tmp_path / "service").mkdir()
-    with service_of(tmp_path / "service", "--backend", backend) as running:
-        hand_over(tmp_path / "servers", {RUNTIME: Endpoint(url=running.url, key=running.key)})
-        try:
-            task = make(tmp_path, repository, {"sandbox": "remote"})
-            assert play(tmp_path, task, FIX, SUBMIT).outcome.reward == 1.0
-            wrong = call("bash", command="echo >> lib/add.sh")
-            assert play(tmp_path, task, wrong, SUBMIT).outcome.reward == 0.0
-        finally:
-            withdraw(tmp_path / "servers", [RUNTIME])
 
 
 @pytest.mark.slow

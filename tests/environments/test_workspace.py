@@ -326,8 +326,8 @@ def test_a_class_of_the_users_says_where_its_sandboxes_are_in_the_run_file(tmp_p
     assert (rollout.outcome.reward, rollout.outcome.isolation) == (1.0, "rlimit"), rollout.outcome
     with pytest.raises(ConfigError, match="have no sandbox"):
         build(COUNTING, *words)
-    with pytest.raises(ConfigError, match="no sandbox service"):
-        build(OWN, "environment.sandbox=remote", name="Own")
+    with pytest.raises(ConfigError, match="has no Ray"):
+        build(OWN, "environment.sandbox=ray", "placement.kind=inline", name="Own")
 
 
 SHOW = "ls /dev | grep -E '^nvidia[0-9]'; echo sees $CUDA_VISIBLE_DEVICES"

@@ -140,9 +140,9 @@ def test_every_other_node_joins_a_run_on_ray_as_a_role_of_its_own(world: World) 
 
 def test_nodes_beside_a_run_that_join_its_ray_may_be_lost_and_need_no_shared_disk(world: World) -> None:
     world.sites('[sites.cloud]\nbackend = "sagemaker"\n')
-    join = "job.cpu_command=python -m strop.cluster.ray.node {logs}"
-    sidecar = world.request("job.cpu_nodes=1", join, site="cloud").roles[-1]
-    assert (sidecar.nodes, sidecar.need) == ("cpu", Need.NOTHING)
+    ray = world.request("job.cpu_nodes=1", "placement.rollout_workers=8", site="cloud").roles[-1]
+    assert (ray.name, ray.nodes, ray.need) == ("ray", "cpu", Need.NOTHING)
+    assert ray.argv[1:] == ("-m", "strop.cluster.ray.node", "{logs}")
     # Nothing would tell another command of the end of the run.
     assert "serve" in refusal(world, site="cloud", overrides=("job.cpu_nodes=1", "job.cpu_command=serve"))
 

@@ -92,7 +92,7 @@ async def test_what_a_client_gets_wrong_is_an_image_error() -> None:
             assert image in failed.cause
         await orders.host.stop("unknown", "it is asked for")
     with pytest.raises(ConfigError):
-        await Maker(MakeSettings(), ("bubblewrap",)).kind_of(order_of("r", image="/usr/share"))
+        Maker(MakeSettings(), ("bubblewrap",)).kind_of(order_of("r", image="/usr/share"))
 
 
 async def test_a_host_whose_job_ends_soon_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

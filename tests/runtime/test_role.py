@@ -14,7 +14,6 @@ from strop.errors import SandboxLost, SandboxRefused
 from strop.io.endpoints import find_endpoint, list_endpoints
 from strop.runtime import role as of_runtime
 from strop.runtime.role import RuntimeRole
-from strop.sandbox import remote
 from strop.spec.sandboxing import RuntimeSpec
 from tests.fixtures import runtime_service
 
@@ -47,7 +46,6 @@ async def test_a_service_that_is_there_is_handed_over_and_withdrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("STROP_ENDPOINTS", raising=False)
-    monkeypatch.setattr(remote, "PATIENCE_S", 0.0)
 
     def role_of(url: str, key: str) -> RuntimeRole:
         key_file = tmp_path / f"key-{len(list(tmp_path.iterdir()))}"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from strop.sandbox import IsolationLevel, SandboxSpec, daemon_handle
-from strop.sandbox.choose import REMOTE
 from tests.fixtures.attack_ground import (
     SMALL,
     Ground,
@@ -31,14 +29,13 @@ from tests.fixtures.sandboxes import DOCKER, IS_ROOT, PODMAN, needs_bubblewrap, 
         pytest.param("bubblewrap", marks=needs_bubblewrap),
         PODMAN,
         DOCKER,
-        pytest.param(REMOTE, marks=[needs_bubblewrap, pytest.mark.slow]),
     ],
 )
-def ground(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
     if request.param == "docker":
         # It must not live in the network of the attacks.
         request.getfixturevalue("docker_daemon")
-    with attack_ground(request.param, tmp_path_factory.mktemp("service")) as made:
+    with attack_ground(request.param) as made:
         yield made
 
 
@@ -68,8 +65,6 @@ async def run(ground: Ground, name: str) -> tuple[Finding, Outcome]:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_takes_no_more_than_the_record_says(ground: Ground, name: str) -> None:
-    if ground.has_service and not ATTACKS[name].is_over_service:
-        pytest.skip("as on the node's backend")
     (outcome, what), expected = ground.runner.run(run(ground, name))
     assert outcome <= expected, what
     # What nothing stops shows that the attack works.
@@ -85,7 +80,7 @@ allowlist.AllowList.has = allowlist.AllowList.may_connect = lambda *_: True
 
 
 @where_users_differ
-def test_an_attack_sees_what_is_open(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attack_sees_what_is_open(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sandboxes without their last defences; what remains of them is not relied upon here."""
     code = daemon_handle._DAEMON_CODE.replace("main(", WEAK + "main(", 1)
     monkeypatch.setattr(daemon_handle, "_DAEMON_CODE", code)
@@ -94,18 +89,10 @@ def test_an_attack_sees_what_is_open(backend: str, tmp_path: Path, monkeypatch: 
         names += ["set-uid-program", "capable-program"]
     if backend == "bubblewrap":
         names += ["list-other-port", "list-rebound-name"]
-    with attack_ground(backend, tmp_path) as ground:
+    with attack_ground(backend) as ground:
         for name in names:
             (outcome, what), _ = ground.runner.run(run(ground, name))
             assert outcome is OPEN, (name, what)
-
-
-@pytest.mark.slow
-def test_an_attack_sees_what_is_open_at_a_node(tmp_path: Path) -> None:
-    with attack_ground(REMOTE, tmp_path, served_by="process") as ground:
-        for name in ("reach-loopback", "read-public-files"):
-            (outcome, _), expected = ground.runner.run(run(ground, name))
-            assert outcome is expected is OPEN
 
 
 def test_the_page_lists_every_attack() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from strop.errors import ConfigError, SandboxRefused
+from strop.run.inference import hold_judge
 from strop.sandbox import (
     Guard,
     IsolationLevel,
@@ -29,6 +30,7 @@ from strop.sandbox import (
 )
 from strop.sandbox.doctor import diagnose_sandboxes, read_facts
 from strop.sandbox.served import ServedSandbox
+from strop.tasks.rows.judged_rows import ProgramSpec
 from tests.fixtures.commands import Run, run
 from tests.fixtures.sandboxes import (
     SOURCE_DIR,
@@ -335,3 +337,11 @@ def test_what_the_kernel_restricts_is_named(
     assert facts["user namespaces"] == said
     if path == "/etc/subuid" and os.geteuid() == 0:
         assert facts["subordinate ids"] == "65,536"
+
+
+async def test_sandboxes_of_a_run_on_ray_are_refused_without_it() -> None:
+    task: Any = None
+    held = hold_judge(ProgramSpec(name="mbpp", source="rows", sandbox="ray"), task)
+    for made in (choose_backend("ray"), held.__aenter__()):
+        with pytest.raises(ConfigError, match="sandbox=ray"):
+            await made

@@ -12,9 +12,7 @@ import pytest
 from strop.errors import SandboxRefused
 from strop.hardware import gpu_files
 from strop.hardware.gpu_files import GpuFiles
-from strop.io.endpoints import Endpoint
 from strop.sandbox import IsolationLevel, SandboxSpec, local, make_backend
-from strop.sandbox.remote import RemoteBackend
 from tests.fixtures.gpus import MakeGpus, fake_gpu, make_device
 from tests.fixtures.sandboxes import (
     IS_ROOT,
@@ -112,7 +110,6 @@ def test_a_container_s_own_root_reaches_them_too(monkeypatch: pytest.MonkeyPatch
     ("backend", "gpus", "words"),
     [
         ("process", ("0",), "whose programs reach all GPUs of the machine"),
-        ("remote", ("0",), "GPUs 0 of this machine for a remote sandbox"),
         ("bubblewrap", ("7",), "device files of GPU 7 are not known: nvidia-smi -q tells of GPU-0"),
         ("bubblewrap", ("GPU-",), "device files of GPU GPU- are not known"),
         ("bubblewrap", ("1",), "nvidia1 is no device file"),
@@ -132,9 +129,8 @@ def test_what_cannot_be_given_is_refused(
     if IS_ROOT:
         (dev / "nvidia2").unlink()
         make_device(dev / "nvidia2", mode=0o660)
-    remote = RemoteBackend(Endpoint(url="http://127.0.0.1:9", key="k"))
     with pytest.raises(SandboxRefused, match=words) as refused:
-        asyncio.run((remote if backend == "remote" else make_backend(backend)).create(SandboxSpec(gpus=gpus)))
+        asyncio.run(make_backend(backend).create(SandboxSpec(gpus=gpus)))
     assert refused.value.kind == "gpus"
 
 

@@ -37,7 +37,6 @@ JUDGED = {
     "judge_model": "org/judge",
     "judge_revision": "1",
 }
-RAY_NODE = "python -m strop.cluster.ray.node {logs}"
 
 
 def share(part: str, first: int, count: int = 1) -> DeviceShare:
@@ -118,7 +117,7 @@ def test_without_gpus_roles_go_round_the_nodes() -> None:
 
 
 def test_workers_prefer_the_nodes_without_gpus() -> None:
-    job = {"gpus": 1, "cpu_nodes": 2, "cpu_command": RAY_NODE}
+    job = {"gpus": 1, "cpu_nodes": 2}
     layout = asked(placement={"rollout_workers": 3}, job=job).layout
     assert [slot.node for slot in layout.of(RoleKind.WORKER)] == [1, 2, 1]
     assert [slot.devices for slot in layout.of(RoleKind.WORKER)] == [share("env", 0, 0)] * 3
@@ -224,8 +223,6 @@ def test_plan_dry_run_and_run_give_the_same_roles_and_no_gpu_is_idle(
     has_rl: bool,
 ) -> None:
     job = split | beside
-    if job.get("cpu_nodes"):
-        job["cpu_command"] = RAY_NODE
     engine = {"kind": "vllm", "tensor_parallel": width} if is_vllm else {"kind": "native"}
     terms = {} if has_rl else {"train": {"terms": "sft"}, "sft": {"source": "rows.jsonl"}}
     try:

@@ -40,20 +40,23 @@ def test_what_cannot_be_is_refused(run_file: Path, overrides: list[str], words: 
 @pytest.mark.parametrize(
     "task",
     [
-        'name = "mbpp"\nsandbox = "remote"',
-        'name = "mixture"\n[task.parts.code]\nname = "mbpp"\nsandbox = "remote"',
+        'name = "mbpp"\nsandbox = "ray"',
+        'name = "mixture"\n[task.parts.code]\nname = "mbpp"\nsandbox = "ray"',
     ],
 )
-def test_sandboxes_of_a_service_need_one(task: str, tmp_path: Path) -> None:
+def test_sandboxes_on_any_node_need_ray(task: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f'name = "run"\n[task]\n{task}\n')
+    layout = load_spec(path).spec.layout
+    assert (layout.kind, len(layout.nodes)) == ("ray", 1)
     with pytest.raises(ConfigError) as caught:
-        load_spec(path)
-    assert "task.sandbox='remote'" in str(caught.value)
-    assert "there is no sandbox service" in str(caught.value)
-    assert "set runtime.serve to 'here'" in str(caught.value)
-    for given in (["runtime.serve=here"], ["runtime.url=http://h:1", "runtime.key_file=k"]):
-        load_spec(path, given)
+        load_spec(path, ["placement.kind=inline"])
+    assert "task.sandbox='ray'" in str(caught.value)
+    # Nodes without GPUs join its Ray, and have no role of the run.
+    layout = load_spec(path, ["job.cpu_nodes=2"]).spec.layout
+    assert [node.is_cpu for node in layout.nodes] == [False, True, True]
+    assert {slot.node for slot in layout.slots} == {0}
+    assert len(load_spec(path, ["job.cpu_nodes=2", "job.cpu_command=serve"]).spec.layout.nodes) == 1
 
 
 def test_where_sandboxes_come_from_does_not_make_another_run(run_file: Path) -> None:

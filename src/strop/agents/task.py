@@ -71,7 +71,7 @@ class AgentTask(TaskWrapper):
             "its environments have their own agents": not world and self._task.world,
             f"task.agent_paths={list(self.paths)}: it works in no sandbox": not world and self.paths,
             "its attempts consist of turns and have no workspace": world and not world.is_workspace,
-            "task.sandbox=remote: the model is not reached from there": world and place == "remote",
+            "task.sandbox=ray: the model is not reached from there": world and place == "ray",
             f"task.mcp_servers={list(servers)}: a program works with its own tools": servers,
         }
         fault = next((fault for fault, is_so in faults.items() if is_so), "")

@@ -303,11 +303,11 @@ class Workspace:
 
         backend = await choose_backend(self.backend, self.min_level)
         spec = spec if guest is None else guest.let_in(spec, backend.name)
-        gpus = spec.gpus
-        # These two give none.
-        if not gpus and backend.name not in ("process", "remote"):
-            gpus = parse_visible_devices(os.environ.get(ENV_DEVICES, ""), ENV_DEVICES).ids
-        return await backend.create(replace(spec, min_level=self.min_level, gpus=gpus))
+        if not spec.gpus and backend.name not in ("process", "ray"):
+            visible = parse_visible_devices(os.environ.get(ENV_DEVICES, ""), ENV_DEVICES)
+            spec = replace(spec, gpus=visible.ids)
+        wanted = replace(spec, min_level=self.min_level)
+        return await backend.create(wanted, beside=self.sandbox if self._is_open else None)
 
     async def _open_shell(self) -> Shell:
         shell = await self.sandbox.open_shell(cwd=self.folder)

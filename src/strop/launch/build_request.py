@@ -309,9 +309,9 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
     argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
     layout = spec.layout
     roles = [RolePlan(name="train", argv=argv, gpus=layout.nodes[0].gpus)]
+    below = ("--below", spec.ray.temp_dir) if spec.ray.temp_dir else ()
+    join = (python, "-m", RAY_NODE_MODULE, "{logs}", *below)
     if layout.kind == "ray" and job.nodes > 1:
-        below = ("--below", spec.ray.temp_dir) if spec.ray.temp_dir else ()
-        join = (python, "-m", RAY_NODE_MODULE, "{logs}", *below)
         first_to_generate = job.nodes - job.infer_nodes
         shares = {"others": layout.nodes[1]}
         if job.infer_nodes:
@@ -323,17 +323,17 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
             RolePlan(name="ray", argv=join, gpus=node.gpus, nodes=nodes, need=Need.NOTHING)
             for nodes, node in shares.items()
         ]
+    if any(node.is_cpu for node in layout.nodes):
+        roles.append(RolePlan(name="ray", argv=join, nodes="cpu", need=Need.NOTHING))
     if job.cpu_command is not None:
-        words = tuple(shlex.split(job.cpu_command))
-        # A node of Ray ends with the head, and its loss is the run's to judge.
-        need = Need.NOTHING if RAY_NODE_MODULE in words else Need.PRESENCE
-        if need is Need.PRESENCE and not site.profile.has_shared_disk:
+        if not site.profile.has_shared_disk:
             raise ConfigError(
                 f"job.cpu_command={job.cpu_command} on {site.name}, whose hosts are joined by Ray alone",
-                allowed=f"python -m {RAY_NODE_MODULE} {{logs}}: nodes of the run's Ray",
-                next_step="use that, or a site whose nodes share a disk",
+                allowed="job.cpu_nodes without a command: nodes of the run's Ray",
+                next_step="leave the command out, or use a site whose nodes share a disk",
             )
-        roles.append(RolePlan(name=SIDECAR, argv=words, nodes="cpu", need=need))
+        words = tuple(shlex.split(job.cpu_command))
+        roles.append(RolePlan(name=SIDECAR, argv=words, nodes="cpu", need=Need.PRESENCE))
     if spec.runtime.serve == "cpu-nodes":
         require_shared_disk(site.name, site.profile)
         roles.append(runtime_role(spec, python))

@@ -31,8 +31,10 @@ from strop.record import RunDir
 from strop.record.run_dir import WEIGHTS_FACT
 from strop.rollout import Message, Rollout, Sampling, Split
 from strop.run.training import set_threads
+from strop.sandbox.choose import RAY, make_backend
 from strop.spec import RunSpec, SamplingSpec, load_spec
 from strop.spec.display import dotted
+from strop.spec.parts import needs_ray
 from strop.spec.reader import load_section
 from strop.spec.sources import parse_override
 from strop.spec.task import TaskSection
@@ -332,7 +334,9 @@ def sample_prompt(setup: SamplingSetup, model: OpenedModel, prompt: str) -> Prom
 
 @asynccontextmanager
 async def hold_judge(section: TaskSection, task: Task) -> AsyncIterator[Judge]:
-    """Open the judge of a task for the block."""
+    """Open the judge of a task for the block. Raises: ConfigError if its sandboxes are a training run's."""
+    if needs_ray(section):
+        make_backend(RAY)
     judge = Judge(task, task_builder(section))
     try:
         yield judge

@@ -31,10 +31,8 @@ from strop.io.atomic import explain_write_failure
 from strop.io.notices import tell
 from strop.rollout import Failure, FailureOwner, FinishReason, Message, Outcome, Split, ToolCall
 from strop.run.inference import hold_judge, read_setup, take_num
-from strop.sandbox.remote import find_service
 from strop.spec import load_spec
 from strop.spec.built_in import built_in_tasks, import_section
-from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
 from strop.store import follow_store
 from strop.tasks import Task, build_task
@@ -140,14 +138,12 @@ class TaskCheck:
 def follow_task(target: str, words: Sequence[str]) -> Iterator[TaskSpec]:
     """Yield the section of a task named by a run file, whose store is then used, or by a name.
 
-    Raises: ConfigError as for a run file; SandboxRefused if its sandboxes are those of a run's service.
+    Raises: ConfigError as for a run file.
     """
     if not target.endswith((".toml", ".yaml", ".yml")):
         yield read_task(target, words)
         return
     spec = load_spec(target, words).spec
-    if needs_service(spec.task):
-        find_service()
     with follow_store(spec.store):
         yield spec.task
 

@@ -14,9 +14,6 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from strop.sandbox.allowlist import parse_network
-from strop.sandbox.contract import MIB, IsolationLevel, Limits
-
 FACTS_EVERY_S = 2.0
 """How often the service asks a host for its `HostFacts`."""
 SERVICE_KEY_HEADER = "X-API-Key"
@@ -25,10 +22,6 @@ SANDBOX_KEY_HEADER = "X-Session-API-Key"
 """Holds the key of the sandbox in requests to its address, whose server asks for it."""
 MAX_ID_CHARS = 256
 MAX_FACTOR = 1024.0
-MAX_OUTPUT_BYTES = 64 * MIB
-"""Longest head or tail of an output stream that a client may ask to keep: the host holds it in memory."""
-MIN_SHARE = 0.001
-"""Least amount of a resource that a sandbox may ask for. With 0 it would take no slot."""
 INSIDE_PORT = 60000
 """Where a sandbox's own server listens; the clients' commands name it."""
 
@@ -90,47 +83,6 @@ class Slot(_Message):
         )
 
 
-class SandboxTerms(_Message):
-    """The fields that only strop's own client sends: those of `SandboxSpec` that a node can honour.
-
-    Such a sandbox is served by frames alone (`owner_plane`), and ends with its owner's connection.
-    """
-
-    limits: Limits
-    user: int | None = None
-    network: str = "none"
-    has_workspace: bool = False
-    min_level: IsolationLevel = IsolationLevel.NAMESPACE
-
-    @field_validator("limits")
-    @classmethod
-    def _check_limits(cls, limits: Limits) -> Limits:
-        for name in Limits.__slots__:
-            value = getattr(limits, name)
-            most = MAX_OUTPUT_BYTES if name.startswith("output_") else 1 << 53
-            least = 0 if name.startswith("output_") else MIN_SHARE
-            is_bounded = not (value is None or isinstance(value, bool))
-            if is_bounded and not least <= value <= most:
-                raise ValueError(f"{name}={value} is not from {least} to {most}")
-        return limits
-
-    @field_validator("network")
-    @classmethod
-    def _check_network(cls, network: str) -> str:
-        parse_network(network)
-        return network
-
-    def slot(self, default: Slot) -> Slot:
-        """Return the slot of the sandbox; `default` has the processors where `limits` names none."""
-        limits = self.limits
-        return Slot(
-            cpus=default.cpus if limits.cpus is None else limits.cpus,
-            memory_bytes=limits.memory_bytes,
-            disk_bytes=limits.scratch_bytes,
-            processes=limits.max_processes,
-        )
-
-
 class StartRequest(_Message):
     """`POST /start`. Fields that are null count as left out; others, such as `runtime_class`, are ignored."""
 
@@ -149,8 +101,6 @@ class StartRequest(_Message):
     """A hint: the image's user that runs the programs, with the group of the same number, where the node can
     arrange it. `isolation` has their user on the host."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    sandbox: SandboxTerms | None = None
-    """From strop's own client. `command`, `resource_factor` and the users and groups have no effect then."""
 
     @model_validator(mode="before")
     @classmethod

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from strop.errors import ConfigError, SandboxError, SandboxRefused
 from strop.runtime.contract import FailureKind, Order, Slot, StartRequest
-from strop.runtime.owner_plane import OwnerPlane
 from strop.runtime.planes import Plane, SandboxFailed
 from strop.runtime.pulling import Images
 from strop.runtime.server_plane import (
@@ -26,8 +25,6 @@ from strop.runtime.server_plane import (
     is_agent_server,
 )
 from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec
-from strop.sandbox.allowlist import parse_network
-from strop.sandbox.choose import choose_among
 from strop.sandbox.contract import MIB
 from strop.sandbox.engine import ENGINES
 from strop.sandbox.idmap import NUM_IDS
@@ -65,12 +62,10 @@ class Kind:
     image: str | None
     limits: Limits
     user: int | None
+    """A hint: it is made without where this host cannot provide that user."""
     has_workspace: bool
     network: str
-    min_level: IsolationLevel
     mounts: tuple[Mount, ...] = ()
-    is_user_hint: bool = False
-    """Whether to make it without `user` where this host cannot provide that user."""
 
 
 class Maker:
@@ -90,39 +85,23 @@ class Maker:
         self.num_warm = 0
         """Starts that were served by a sandbox made ahead."""
 
-    async def kind_of(self, order: Order) -> Kind:
+    def kind_of(self, order: Order) -> Kind:
         """Return the kind of sandbox that an order needs.
 
         Raises: ConfigError if no backend here has such images; SandboxFailed for a path that is no client's
-            image; SandboxRefused with kind network, or for a level that none of the backends reaches.
+            image.
         """
-        request, terms = order.request, order.request.sandbox
+        request = order.request
         names = self._backends_for(request)
         user = request.run_as_user
         has_user = names[0] in ENGINES and os.geteuid() == 0 and user is not None and user < NUM_IDS
-        kind = Kind(
+        return Kind(
             backend=names[0],
             image=None if request.image == HOST_IMAGE else self._find_image(request.image),
             limits=limits_of(order.slot),
             user=user if has_user else None,
-            is_user_hint=True,
             has_workspace=names[0] != "process",
             network=self._settings.network,
-            min_level=IsolationLevel.RLIMIT,
-        )
-        if terms is None:
-            return kind
-        _require_network(kind.network, terms.network)
-        chosen = await choose_among(names, terms.min_level)
-        return replace(
-            kind,
-            backend=chosen.name,
-            limits=replace(terms.limits, cpus=order.slot.cpus),
-            user=terms.user,
-            is_user_hint=False,
-            has_workspace=terms.has_workspace,
-            network=terms.network,
-            min_level=terms.min_level,
         )
 
     def _backends_for(self, request: StartRequest) -> tuple[str, ...]:
@@ -200,14 +179,14 @@ class Maker:
                 mounts=kind.mounts,
                 has_workspace=kind.has_workspace,
                 network=kind.network,
-                min_level=kind.min_level,
+                min_level=IsolationLevel.RLIMIT,
             )
             backend = LocalBackend(kind.backend)
             try:
                 return await backend.create(spec)
             except SandboxRefused as refusal:
                 # Only a start tells whether the file system and kernel can map the image's users.
-                if spec.user is None or not kind.is_user_hint or refusal.kind != kind.backend:
+                if spec.user is None or refusal.kind != kind.backend:
                     raise
             return await backend.create(replace(spec, user=None))
 
@@ -236,16 +215,16 @@ class Starter:
 
         Raises: SandboxFailed; ConfigError if no backend has such images; SandboxRefused as `Maker.kind_of`.
         """
-        kind = await self._maker.kind_of(order)
+        kind = self._maker.kind_of(order)
         if kind.image is not None and not kind.image.startswith("/"):
             policy = order.request.image_pull_policy
             self._ids[kind.image] = await self._images.fetch(kind.image, policy, say)
 
     async def make(self, order: Order, note_use: Callable[[], None]) -> Made:
         """Make the sandbox and start its plane. Raises: SandboxFailed, StropError."""
-        kind = await self._maker.kind_of(order)
+        kind = self._maker.kind_of(order)
         kind = replace(kind, image=self._ids.get(kind.image, kind.image) if kind.image else None)
-        if _may_need_server(order) and OPENHANDS.is_ready():
+        if is_agent_server(order.request) and OPENHANDS.is_ready():
             kind = replace(kind, mounts=await asyncio.to_thread(injected_mounts, kind.backend, kind.image))
         sandbox = await self._maker.make(kind, self._warm.get(order.request.image, 0))
         try:
@@ -258,10 +237,8 @@ class Starter:
 
     async def _serve(self, order: Order, sandbox: LocalSandbox, note_use: Callable[[], None]) -> Plane:
         request = order.request
-        if request.sandbox is not None:
-            return OwnerPlane(sandbox, order.session_api_key, note_use)
         argv, env = list(request.command), dict[str, str]()
-        if _may_need_server(order) and not await _has_program(sandbox, request.command[0]):
+        if is_agent_server(order.request) and not await _has_program(sandbox, request.command[0]):
             if not OPENHANDS.is_ready():
                 raise SandboxFailed(
                     FailureKind.IMAGE_ERROR,
@@ -286,10 +263,6 @@ class Starter:
         await self._maker.close()
 
 
-def _may_need_server(order: Order) -> bool:
-    return order.request.sandbox is None and is_agent_server(order.request)
-
-
 async def _has_program(sandbox: LocalSandbox, path: str) -> bool:
     """Whether a program is in a sandbox; True for a bare name, which the sandbox's PATH resolves."""
     if not path.startswith("/"):
@@ -300,19 +273,6 @@ async def _has_program(sandbox: LocalSandbox, path: str) -> bool:
         # With any other error the file exists.
         return error.kind != "missing"
     return True
-
-
-def _require_network(offered: str, wanted: str) -> None:
-    """Refuse a network beyond that of the node's sandboxes. Raises: SandboxRefused with kind network."""
-    offered_hosts, wanted_hosts = parse_network(offered), parse_network(wanted)
-    is_part = offered_hosts and wanted_hosts and wanted_hosts.endpoints <= offered_hosts.endpoints
-    if not (wanted == "none" or offered == "host" or is_part):
-        raise SandboxRefused(
-            f"network {wanted!r} on a node whose sandboxes have {offered!r}",
-            allowed="none, or a part of what the node's --network says",
-            next_step="leave the network out, or start the node with another one",
-            kind="network",
-        )
 
 
 def limits_of(slot: Slot) -> Limits:

@@ -10,15 +10,16 @@ import asyncio
 import sys
 from pathlib import Path
 
-from strop.errors import SandboxLost
+from strop.errors import SandboxLost, SandboxRefused
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
+from strop.runtime.contract import SERVICE_KEY_HEADER
 from strop.runtime.service_dir import ServiceDir, backend_words, read_key, serve_argv
-from strop.sandbox.remote import require_service
 from strop.spec.sandboxing import RuntimeSpec
 
 _SERVICE_LIMIT_S = 300.0
 _SERVICE_GRACE_S = 20.0
+_ANSWER_LIMIT_S = 30.0
 
 
 class RuntimeRole:
@@ -44,7 +45,7 @@ class RuntimeRole:
     async def _find(self) -> Endpoint | None:
         if self._spec.url is not None and self._spec.key_file is not None:
             endpoint = Endpoint(url=self._spec.url, key=read_key(Path(self._spec.key_file)))
-            await require_service(endpoint)
+            await _require_service(endpoint)
             return endpoint
         if self._spec.serve == "none":
             return None
@@ -78,4 +79,25 @@ class RuntimeRole:
             allowed="a service that lives as long as the run",
             next_step="mend the cause and start the run again; it goes on from its last checkpoint",
             kind="infra",
+        )
+
+
+async def _require_service(endpoint: Endpoint) -> None:
+    """Refuse a service that does not answer, or not to its key. Raises: SandboxRefused: service or key."""
+    import httpx
+
+    try:
+        # Proxies in the environment lead out of the cluster; the service is inside.
+        async with httpx.AsyncClient(trust_env=False, timeout=_ANSWER_LIMIT_S) as http:
+            answer = await http.get(f"{endpoint.url}/list", headers={SERVICE_KEY_HEADER: endpoint.key})
+        kind = {200: "", 401: "key"}.get(answer.status_code, "service")
+        why = f"it answered {answer.status_code}"
+    except httpx.HTTPError as error:
+        why, kind = f"it does not answer: {type(error).__name__} {error}", "service"
+    if kind:
+        raise SandboxRefused(
+            f"runtime.url={endpoint.url}: {why}",
+            allowed="a sandbox service that runs, and its key in runtime.key_file",
+            next_step="look at its log, and at the key file",
+            kind=kind,
         )

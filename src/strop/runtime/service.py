@@ -346,14 +346,13 @@ class Service:
             self.end(live, State.STOPPED, cause="it could not be resumed and was started again")
         if len(self.alive) >= self.policy.max_alive:
             raise HTTPException(429, f"{len(self.alive)} sandboxes live here, as many as may")
-        default, terms = self.policy.slot, request.sandbox
         session = Session(
             runtime_id=f"{self._mark}{uuid.uuid4().hex[8:]}",
             session_id=request.session_id,
             owner=owner,
             key=new_key(),
             request=request,
-            slot=default.times(request.resource_factor) if terms is None else terms.slot(default),
+            slot=self.policy.slot.times(request.resource_factor),
             timeline={"queued": time.time()},
         )
         self.by_name[owner, session.session_id] = session

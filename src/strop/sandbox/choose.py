@@ -9,29 +9,28 @@ from strop.errors import ConfigError, SandboxRefused
 from strop.sandbox.contract import IsolationLevel, SandboxSpec
 
 if TYPE_CHECKING:
+    from strop.sandbox.hosts import RayBackend
     from strop.sandbox.local import LocalBackend
-    from strop.sandbox.remote import RemoteBackend
 
-    Backend: TypeAlias = LocalBackend | RemoteBackend
+    Backend: TypeAlias = LocalBackend | RayBackend
 
 BACKENDS = ("bubblewrap", "podman", "docker", "process")
 """The backends of this machine in the order of trial: the fastest that isolates, the best isolated ones, the
 rest."""
-REMOTE = "remote"
-"""The backend of the sandbox service, if this process has its address."""
+RAY = "ray"
+"""The backend of the Ray cluster that this process is connected to."""
 _tried: dict[tuple[str, IsolationLevel], SandboxRefused | None] = {}
 
 
 def make_backend(name: str) -> Backend:
     """Return a backend without trying it.
 
-    Raises: ConfigError for an unknown name; SandboxRefused with kind service for 'remote' if this process has
-    no service.
+    Raises: ConfigError for an unknown name, and for 'ray' if this process belongs to no cluster.
     """
-    if name == REMOTE:
-        from strop.sandbox.remote import find_service
+    if name == RAY:
+        from strop.sandbox.hosts import find_cluster
 
-        return find_service()
+        return find_cluster()
     if name in BACKENDS:
         # Imported here, because the daemon imports this package, and a small process forks faster.
         from strop.sandbox.local import LocalBackend
@@ -39,7 +38,7 @@ def make_backend(name: str) -> Backend:
         return LocalBackend(name)
     raise ConfigError(
         f"sandbox backend {name!r}",
-        allowed=", ".join(("auto", *BACKENDS, REMOTE)),
+        allowed=", ".join(("auto", *BACKENDS, RAY)),
         next_step="name one of them",
     )
 
@@ -52,7 +51,7 @@ async def choose_backend(
     Each is tried by one real start. The result is cached in this process; since every sandbox is measured
     again when it is created, a change of the host is noticed.
 
-    Raises: SandboxRefused with the reason of each backend that was tried; ConfigError for an unknown name.
+    Raises: SandboxRefused with the reason of each backend that was tried; ConfigError as `make_backend`.
     """
     return await choose_among(BACKENDS if wanted == "auto" else (wanted,), min_level)
 
@@ -62,8 +61,8 @@ async def choose_among(names: Sequence[str], min_level: IsolationLevel) -> Backe
     refusals: list[SandboxRefused] = []
     for name in names:
         backend = make_backend(name)
-        if name == REMOTE:
-            # Its nodes come and go, so a trial says little: each sandbox is checked when it is created.
+        if name == RAY:
+            # Its nodes differ, so a trial says little: each sandbox is checked when it is created.
             return backend
         key = (name, min_level)
         if key not in _tried:

@@ -1,6 +1,6 @@
 """The client's end of a sandbox's connection: numbered requests, and the futures of their answers.
 
-The other end is a supervisor of this machine, or a node that forwards frames to one of its supervisors.
+`Client` has a connection to a supervisor of this machine; `hosts` asks one of another node.
 
 Time limits and pipes are the supervisor's, so a busy event loop makes a result late but never wrong.
 """
@@ -12,8 +12,8 @@ import itertools
 import logging
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from strop.errors import CorruptRecord, SandboxError, SandboxLost
@@ -27,70 +27,30 @@ _NEXT_STEPS = {
 _MAX_REFUSED_CALLS = 1000
 _log = logging.getLogger("strop.sandbox.client")
 Answer = tuple[dict[str, Any], bytes]
-Deliver = Callable[[dict[str, Any], bytes], None]
-"""Called with the header and the body of an answer."""
 
 
-class Client:
-    """One connection to a supervisor. Usable from one event loop."""
+class Requests(ABC):
+    """Numbered requests to a sandbox's supervisor, and the futures of their answers."""
 
-    def __init__(self, connection: socket.socket, backend: str, *, max_body_bytes: int | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._channel = Channel(connection)
+    def __init__(self, backend: str, first_number: int = 0) -> None:
         self._backend = backend
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first_number)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self.refused_calls: deque[str] = deque(maxlen=_MAX_REFUSED_CALLS)
         """The newest connections that the proxy refused: host, port and reason."""
-        self.on_refused_call: Callable[[dict[str, Any]], None] = lambda header: None
-        """Called with the frame of each refusal."""
-        self._relayed: dict[int, Deliver] = {}
-        self._max_body_bytes = max_body_bytes
         self.lost_kind = ""
-        """Why the connection was lost; empty while it works."""
+        """Why the sandbox was lost; empty while it works."""
         self.lost_why = ""
         """Its cause, if the supervisor knows more."""
-        self._first: asyncio.Future[Answer] = self._loop.create_future()
-        # Never awaited where the other end is a node.
-        self._first.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(connection, self._on_readable)
-
-    async def first_frame(self) -> dict[str, Any]:
-        """Return the supervisor's first frame: it is ready, or refuses. Raises: ConnectionError."""
-        return (await asyncio.shield(self._first))[0]
 
     def begin(self, header: dict[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Answer]]:
         """Send a request; return its number and a future of its answer.
 
         A caller that no longer waits must call `forget`.
-        Raises: SandboxLost; SandboxError with kind too_large.
+        Raises: SandboxLost.
         """
-        self._require_answering()
-        if self._max_body_bytes is not None and len(body) > self._max_body_bytes:
-            raise SandboxError(
-                f"{len(body)} bytes at once for a {self._backend} sandbox",
-                allowed=f"at most {self._max_body_bytes}",
-                next_step="give it in parts",
-                kind="too_large",
-            )
         number = next(self._numbers)
-        answer: asyncio.Future[Answer] = self._loop.create_future()
-        self._waiting[number] = answer
-        self.tell({"id": number, **header}, body)
-        return number, answer
-
-    def relay(self, header: dict[str, Any], body: bytes, deliver: Deliver) -> int:
-        """Forward another client's request and deliver its answer; return its number. Raises: SandboxLost."""
-        self._require_answering()
-        number = next(self._numbers)
-        self._relayed[number] = deliver
-        self.tell({"id": number, **header}, body)
-        return number
-
-    def _require_answering(self) -> None:
-        if self.lost_kind:
-            raise self.lost(self.lost_kind, self.lost_why)
+        return number, self.pass_on({"id": number, **header}, body)
 
     async def ask(self, header: dict[str, Any], body: bytes = b"") -> Answer:
         """Send a request and return its answer. Raises: SandboxLost."""
@@ -105,8 +65,68 @@ class Client:
         finally:
             self.forget(number)
 
+    def lost(self, kind: str, why: str = "") -> SandboxLost:
+        """Make the error of a request that will have no answer."""
+        return SandboxLost(
+            f"the {self._backend} sandbox does not answer ({kind}){why and f': {why}'}",
+            allowed="a sandbox that has not been stopped",
+            next_step="make a new one",
+            kind=kind,
+        )
+
+    @abstractmethod
+    def pass_on(self, header: dict[str, Any], body: bytes) -> asyncio.Future[Answer]:
+        """Send a request whose header has a number; return a future of its answer. Raises: SandboxLost."""
+
+    @abstractmethod
     def tell(self, header: dict[str, Any], body: bytes = b"") -> None:
-        """Send a message that has no answer. The reading side notices a lost connection."""
+        """Send a message that has no answer. That the sandbox was lost is noticed by `wait_lost`."""
+
+    def forget(self, number: int) -> None:
+        """Drop an answer that is no longer awaited."""
+        self._waiting.pop(number, None)
+
+    @abstractmethod
+    async def wait_lost(self) -> str:
+        """Wait until the sandbox is lost and return why."""
+
+    @abstractmethod
+    async def end(self, limit_s: float) -> None:
+        """End the sandbox and wait until it has ended. May be called twice.
+
+        Raises: SandboxLost if it has not ended after `limit_s`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the sandbox; it ends by itself then."""
+
+
+class Client(Requests):
+    """One connection to a supervisor. Usable from one event loop."""
+
+    def __init__(self, connection: socket.socket, backend: str) -> None:
+        super().__init__(backend)
+        self._loop = asyncio.get_running_loop()
+        self._channel = Channel(connection)
+        self._first: asyncio.Future[Answer] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(connection, self._on_readable)
+
+    async def first_frame(self) -> dict[str, Any]:
+        """Return the supervisor's first frame: it is ready, or refuses. Raises: ConnectionError."""
+        return (await asyncio.shield(self._first))[0]
+
+    def pass_on(self, header: dict[str, Any], body: bytes) -> asyncio.Future[Answer]:
+        """Send a request whose header has a number; see `Requests.pass_on`."""
+        if self.lost_kind:
+            raise self.lost(self.lost_kind, self.lost_why)
+        answer = self._waiting[header["id"]] = self._loop.create_future()
+        self.tell(header, body)
+        return answer
+
+    def tell(self, header: dict[str, Any], body: bytes = b"") -> None:
+        """Send a message that has no answer; the reading side notices a lost connection."""
         try:
             self._channel.send(header, body)
         except ConnectionError:
@@ -114,20 +134,13 @@ class Client:
         if self._channel.num_unsent_bytes:
             self._loop.add_writer(self._channel.socket, self._on_writable)
 
-    def forget(self, number: int) -> None:
-        """Drop an answer that is no longer awaited, and close a descriptor that comes with it."""
-        self._waiting.pop(number, None)
-
     async def wait_lost(self) -> str:
         """Wait until the connection is lost and return why."""
         await asyncio.shield(self._ended)
         return self.lost_kind
 
     async def end(self, limit_s: float) -> None:
-        """End the sandbox and wait until it has ended. May be called twice.
-
-        Raises: SandboxLost if it has not ended after `limit_s`.
-        """
+        """End the sandbox; see `Requests.end`."""
         if not self._ended.done():
             self.lost_kind = self.lost_kind or "stopped"
             self.tell({"op": "stop"})
@@ -146,15 +159,6 @@ class Client:
             self._loop.remove_reader(self._channel.socket)
             self._loop.remove_writer(self._channel.socket)
             self._channel.close()
-
-    def lost(self, kind: str, why: str = "") -> SandboxLost:
-        """Make the error of a request that will have no answer."""
-        return SandboxLost(
-            f"the {self._backend} sandbox does not answer ({kind}){why and f': {why}'}",
-            allowed="a sandbox that has not been stopped",
-            next_step="make a new one",
-            kind=kind,
-        )
 
     def _on_writable(self) -> None:
         try:
@@ -179,16 +183,12 @@ class Client:
             call = "{target}: {why}".format(**header["refused_call"])
             self.refused_calls.append(call)
             _log.warning("a %s sandbox may not reach %s", self._backend, call)
-            self.on_refused_call(header)
             return
         if "id" not in header:
             if not self.lost_kind:
                 self.lost_kind, self.lost_why = header.get("lost", ""), header.get("why", "")
             if not self._first.done():
                 self._first.set_result((header, body))
-            return
-        if (deliver := self._relayed.pop(header["id"], None)) is not None:
-            deliver(header, body)
             return
         answer = self._waiting.pop(header["id"], None)
         if answer is None or answer.done():
@@ -213,9 +213,6 @@ class Client:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self.lost(self.lost_kind, self.lost_why))
-        for deliver in self._relayed.values():
-            deliver({"lost": self.lost_kind, "why": self.lost_why}, b"")
-        self._relayed.clear()
         if not self._first.done():
             self._first.set_exception(ConnectionError("its supervisor ended before it was ready"))
         if not self._ended.done():

@@ -94,9 +94,9 @@ class Isolation:
     kernel: str
     """Release of the kernel that serves the program's system calls."""
     node: str = ""
-    """The service's node that runs the sandbox; empty: this machine."""
+    """The node of the Ray cluster that runs the sandbox; empty: this machine."""
     lacks: tuple[str, ...] = ()
-    """Features missing at a service's node or in rootless podman: 'mounts', 'users'."""
+    """Features missing on another node or in rootless podman: 'mounts', 'servers', 'users'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -384,7 +384,7 @@ class SandboxBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in run files: 'process', 'bubblewrap', 'podman', 'docker', 'remote'."""
+        """Its name in run files: 'process', 'bubblewrap', 'podman', 'docker', 'ray'."""
         ...
 
     async def create(self, spec: SandboxSpec) -> Sandbox:

@@ -29,17 +29,15 @@ def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     return LENGTHS.pack(len(text), len(body)) + text + body
 
 
-def unpack(buffer: bytearray, *, max_body_bytes: int | None = None) -> Iterator[tuple[dict[str, Any], bytes]]:
+def unpack(buffer: bytearray) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Remove the complete frames from a receive buffer and yield them.
 
-    Raises: CorruptRecord for a malformed frame, or a body larger than `max_body_bytes`.
+    Raises: CorruptRecord for a malformed frame.
     """
     while len(buffer) >= LENGTHS.size:
         header_bytes, body_bytes = LENGTHS.unpack_from(buffer)
         if header_bytes > MAX_HEADER_BYTES:
             raise _refused(f"a header of {header_bytes} bytes")
-        if max_body_bytes is not None and body_bytes > max_body_bytes:
-            raise _refused(f"a body of {body_bytes} bytes")
         start = LENGTHS.size + header_bytes
         if len(buffer) < start + body_bytes:
             return

@@ -29,7 +29,6 @@ from strop.sandbox.client import Client
 from strop.sandbox.contract import (
     WORKSPACE,
     ExecKind,
-    ExecResult,
     Isolation,
     IsolationLevel,
     Mount,
@@ -39,7 +38,7 @@ from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.engine import ENGINES, engine_environ, require_engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.place import identify
-from strop.sandbox.served import MIN_PYTHON, ServedSandbox, as_result, read_isolation
+from strop.sandbox.served import MIN_PYTHON, ServedSandbox, read_isolation
 from strop.sandbox.spawning import run_program
 
 _START_LIMIT_S = 60.0
@@ -79,15 +78,6 @@ class LocalSandbox(ServedSandbox):
         header, _ = await self.client.ask({"op": "connect", "address": address})
         return socket.socket(fileno=header["descriptor"])
 
-    async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
-        """Run the sandbox's `main`; see `ServedSandbox.run_main`.
-
-        As the first command of a sandbox it runs in a fork of an interpreter that has loaded the source, if
-        that interpreter is the one of `python_argv`; otherwise in a newly started one.
-        """
-        request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
-        return as_result(*await self._run({**request, "env": self._env}, stdin))
-
     async def pause(self) -> None:
         """Stop all its programs; their time limits go on. No-op if they are.
 
@@ -116,11 +106,13 @@ class LocalBackend:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    async def create(self, spec: SandboxSpec, *, main_source: str = "") -> LocalSandbox:
+    async def create(
+        self, spec: SandboxSpec, *, main_source: str = "", beside: ServedSandbox | None = None
+    ) -> LocalSandbox:
         """Return a fresh sandbox; see `SandboxBackend.create`.
 
         `main_source`: trusted Python that defines `main`, for `run_main`. It is loaded once, outside of every
-        sandbox, and must only import and define.
+        sandbox, and must only import and define. `beside` has no effect: see `RayBackend.create`.
 
         Raises: SandboxRefused with kind image, architecture, user, gpus, mounts, workspace, network,
         no_space, missing (no bwrap, podman or docker), graph_root, bubblewrap, podman, docker,

@@ -1,6 +1,6 @@
-"""The client's side of a sandbox, its commands and its shells, over a connection to a supervisor or a node.
+"""The client's side of a sandbox, its commands and its shells: what requests to a supervisor carry.
 
-Everything that frames carry is here; the rest is in `local` and `remote`.
+The rest is in `local` and `hosts`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from strop.errors import SandboxError, SandboxRefused
 from strop.sandbox.capture import unread
-from strop.sandbox.client import Answer, Client
+from strop.sandbox.client import Answer, Requests
 from strop.sandbox.contract import (
     MIB,
     ExecKind,
@@ -46,11 +46,11 @@ _QUIET = "PS1= PS2=; unset HISTFILE MAILCHECK"
 
 
 class ServedSandbox(ABC):
-    """A sandbox whose requests go over one connection; see `Sandbox`. Usable from one event loop."""
+    """A sandbox that a supervisor serves; see `Sandbox`. Usable from one event loop."""
 
     def __init__(
         self,
-        client: Client,
+        client: Requests,
         isolation: Isolation,
         *,
         scratch: str,
@@ -59,11 +59,12 @@ class ServedSandbox(ABC):
         supervisor_pid: int,
     ) -> None:
         self.client = client
-        """Its connection, for a node that forwards requests of other clients."""
+        """Takes its requests; a host passes on those of other processes."""
         self._env = dict(env)
         self._isolation = isolation
         self._scratch = scratch
-        self._python_argv = python_argv
+        self.found_python = python_argv
+        """As `python_argv`, empty if none was found."""
         self._supervisor_pid = supervisor_pid
         self._stopping: asyncio.Future[None] | None = None
 
@@ -105,7 +106,7 @@ class ServedSandbox(ABC):
 
         Raises: SandboxRefused with kind interpreter if none was found that a program may run.
         """
-        if not self._python_argv:
+        if not self.found_python:
             raise SandboxRefused(
                 f"no Python can be started in a {self._isolation.backend} sandbox; tried: "
                 + ", ".join(python_candidates()),
@@ -113,7 +114,7 @@ class ServedSandbox(ABC):
                 next_step="install the system's python3, or move Python out of a private directory",
                 kind="interpreter",
             )
-        return self._python_argv
+        return self.found_python
 
     async def exec(
         self,
@@ -168,12 +169,16 @@ class ServedSandbox(ABC):
     async def connect(self, address: int | str) -> socket.socket:
         """Return a connection to a server inside; see `Sandbox.connect`."""
 
-    @abstractmethod
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
         """Run `main` of the sandbox's source, as `exec` runs a program.
 
+        As the first command of a sandbox it runs in a fork of an interpreter that has loaded the source, if
+        that interpreter is the one of `python_argv`; otherwise in a newly started one.
+
         Raises: SandboxLost, as `exec`; SandboxRefused with kind interpreter if no Python was found.
         """
+        request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
+        return as_result(*await self._run({**request, "env": self._env}, stdin))
 
     async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
         """Return a regular file's bytes; see `Sandbox.read`."""
@@ -273,7 +278,7 @@ class ServedSandbox(ABC):
 class ServedJob:
     """A command that was started; see `Job`."""
 
-    def __init__(self, client: Client, number: int, end: asyncio.Future[Answer]) -> None:
+    def __init__(self, client: Requests, number: int, end: asyncio.Future[Answer]) -> None:
         self._client = client
         self._number = number
         self._end = end
@@ -341,7 +346,7 @@ class ServedJob:
 class ServedShell:
     """A shell; see `Shell`."""
 
-    def __init__(self, client: Client, number: int, end: asyncio.Future[Answer]) -> None:
+    def __init__(self, client: Requests, number: int, end: asyncio.Future[Answer]) -> None:
         self._client = client
         self._number = number
         self._end = end

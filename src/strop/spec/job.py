@@ -123,7 +123,7 @@ class JobSpec(Section):
         default=0,
         ge=0,
         le=256,
-        description="Additional nodes without GPUs, for cpu_command and runtime.serve.",
+        description="Additional nodes without GPUs, for cpu_command, runtime.serve, or else the run's Ray.",
         json_schema_extra=expert("judges and sandboxes may need nodes without GPUs"),
     )
     cpu_command: str | None = Field(

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from strop.errors import ConfigError
 from strop.spec.base import SpecConflict
 from strop.spec.judge import role_judges
+from strop.spec.parts import needs_ray
 
 if TYPE_CHECKING:
     from strop.spec.run import RunSpec
 
 RAY_NODE_MODULE = "strop.cluster.ray.node"
-"""Joins a node to the Ray cluster of the run; where `job.cpu_command` names it, nodes without GPUs join."""
+"""Joins a node to the Ray cluster of the run."""
 SHARED_GPU_FRAC = 0.45
 """Of a GPU's memory, for vLLM beside a learner: the rest holds masters, moments and activations."""
 INFER, TRAIN, JUDGE, ENV, EVAL = "infer", "train", "judge", "env", "eval"
@@ -193,7 +194,7 @@ def _list_nodes(spec: RunSpec) -> tuple[LayoutNode, ...]:
         gpus |= {part: number for part, number in beside.items() if number}
         ordered = {part: gpus[part] for part in PARTS if part in gpus}
         nodes.append(LayoutNode(index=index, gpus=ordered))
-    if RAY_NODE_MODULE in (job.cpu_command or ""):
+    if job.cpu_command is None and spec.runtime.serve != "cpu-nodes":
         nodes += [LayoutNode(index=num_main + index, is_cpu=True) for index in range(job.cpu_nodes)]
     return tuple(nodes)
 
@@ -343,7 +344,8 @@ def _choose_kind(spec: RunSpec, nodes: Sequence[LayoutNode], roles: tuple[Sequen
         )
     if asked is not None:
         return asked
-    return "ray" if is_several or is_apart or spec.train.max_staleness > 0 else "inline"
+    is_apart |= needs_ray(spec.task) or spec.train.max_staleness > 0
+    return "ray" if is_several or is_apart else "inline"
 
 
 def _require_none_idle(spec: RunSpec, layout: Layout) -> None:

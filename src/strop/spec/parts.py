@@ -98,10 +98,10 @@ def plain_sections(task: TaskSection) -> list[TaskSection]:
     return [part.task for part in task.read_parts().values()] if isinstance(task, MixtureSpec) else [task]
 
 
-def needs_service(task: TaskSection) -> bool:
-    """Whether model-written code runs in sandboxes of the run's service."""
+def needs_ray(task: TaskSection) -> bool:
+    """Whether model-written code runs in sandboxes on the nodes of the run's Ray."""
     sections: Sequence[object] = plain_sections(task)
-    return any(isinstance(one, SandboxSettings) and one.sandbox == "remote" for one in sections)
+    return any(isinstance(one, SandboxSettings) and one.sandbox == "ray" for one in sections)
 
 
 def _read_part(label: str, table: dict[str, JsonValue]) -> MixturePart:

@@ -26,7 +26,7 @@ from strop.spec.objectives import (
 )
 from strop.spec.offline import DpoSpec, SftSpec
 from strop.spec.output import OutputSpec, StoreSpec, TrackersSpec
-from strop.spec.parts import needs_service
+from strop.spec.parts import needs_ray
 from strop.spec.sandboxing import RuntimeSpec
 from strop.spec.task import TaskSpec
 from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
@@ -165,8 +165,9 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check_cpu_nodes(self) -> RunSpec:
-        is_served = self.runtime.serve == "cpu-nodes"
-        if bool(self.job.cpu_nodes) != (self.job.cpu_command is not None or is_served):
+        has_command = self.job.cpu_command is not None or self.runtime.serve == "cpu-nodes"
+        is_used = has_command or needs_ray(self.task) or bool(self.placement.rollout_workers)
+        if not has_command <= bool(self.job.cpu_nodes) <= is_used:
             raise SpecConflict(
                 {
                     "job.cpu_nodes": self.job.cpu_nodes,
@@ -174,7 +175,7 @@ class RunSpec(Section):
                     "runtime.serve": self.runtime.serve,
                 },
                 "nodes and what runs on them belong together",
-                allowed="job.cpu_nodes with job.cpu_command or runtime.serve = 'cpu-nodes', or none of them",
+                allowed="CPU nodes with a command, runtime.serve = 'cpu-nodes', or work for the run's Ray",
                 next_step="set the other one too",
             )
         return self
@@ -272,14 +273,12 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _check_sandboxes(self) -> RunSpec:
-        has_service = self.runtime.serve != "none" or self.runtime.url is not None
-        if not has_service and needs_service(self.task):
+        if self.placement.kind == "inline" and needs_ray(self.task):
             raise SpecConflict(
-                {"task.sandbox": "remote", "runtime.serve": self.runtime.serve},
-                "there is no sandbox service that could be asked",
-                allowed="a run with runtime.serve, or with runtime.url and runtime.key_file; evaluations and"
-                " audits have sandboxes of their machine",
-                next_step="set runtime.serve to 'here', or remove task.sandbox",
+                {"task.sandbox": "ray", "placement.kind": "inline"},
+                "a run in one process has no Ray that could place its sandboxes",
+                allowed="task.sandbox = 'ray' with placement.kind = 'ray'",
+                next_step="leave placement.kind out, or remove task.sandbox",
             )
         return self
 

@@ -18,10 +18,10 @@ class SandboxSettings(Section):
         " refused. 'rlimit' and 'none' allow that code to access this machine's files and network.",
         json_schema_extra=expert("a machine without namespaces can still judge code that its user trusts"),
     )
-    sandbox: Literal["auto", "bubblewrap", "podman", "docker", "process", "remote"] = Field(
+    sandbox: Literal["auto", "bubblewrap", "podman", "docker", "process", "ray"] = Field(
         default="auto",
         description="Backend of the sandboxes for model-written code. 'auto': the first local one with enough"
-        " isolation. 'remote': the run's sandbox service, `[runtime]`, on any node with room; there programs"
+        " isolation. 'ray': any node of the run's Ray with room, by a backend of that node; there programs"
         " have the standard library only.",
         json_schema_extra=expert(
             "a machine with accelerators may have few processors, or allow no sandboxes"
@@ -71,9 +71,8 @@ class RuntimeSpec(Section):
 
     serve: Literal["none", "here", "cpu-nodes"] = Field(
         default="none",
-        description="Whether the run starts a sandbox service, and where its sandboxes are. 'here': on the"
-        " run's first node; 'cpu-nodes': on the job's cpu_nodes. Every worker of the run gets its address and"
-        " key.",
+        description="Whether the run starts a sandbox service for agents, and where. 'here': on its first"
+        " node; 'cpu-nodes': on the job's cpu_nodes. Every worker of the run gets its address and key.",
         json_schema_extra=expert("agents need sandboxes, and most clusters offer no container service"),
     )
     url: str | None = Field(

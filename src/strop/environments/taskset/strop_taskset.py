@@ -24,7 +24,7 @@ from strop.environments.single_turn import choose_environment
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, FinishReason, Message, Split, ToolCall
 from strop.spec.judge import role_judges
-from strop.spec.parts import needs_service
+from strop.spec.parts import needs_ray
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.failures import catch_failure
@@ -40,7 +40,7 @@ def _build(environment: str) -> tuple[Task, Callable[[], Environment]]:
     spec = TypeAdapter[Any](TaskSpec).validate_json(environment)
     task = build_task(spec)
     is_conducted = spec.name == "verifiers" or spec.agent is not None
-    if is_conducted or role_judges(spec) or needs_service(spec) or spec.thinking != "model_default":
+    if is_conducted or role_judges(spec) or needs_ray(spec) or spec.thinking != "model_default":
         raise ConfigError(
             f"{task.name} cannot be played by verifiers",
             allowed="no agent program, no judge or sandbox that a run starts, and no task.thinking",

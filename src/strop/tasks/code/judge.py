@@ -57,9 +57,9 @@ class JudgeJob:
 
 
 @lru_cache(maxsize=8)
-def _places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-    """Return the places for programs that a loop judges at once, as many as there are processors."""
-    return asyncio.Semaphore(describe_machine().num_logical_cpus)
+def _places(loop: asyncio.AbstractEventLoop, sandbox: str) -> asyncio.Semaphore:
+    """Return the places for programs that a loop judges at once: Ray's, else as many as processors here."""
+    return asyncio.Semaphore(1 << 20 if sandbox == "ray" else describe_machine().num_logical_cpus)
 
 
 async def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto") -> Outcome:
@@ -81,7 +81,7 @@ async def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandb
     nonce = secrets.token_hex(16)
     stdin = json.dumps({**asdict(job), "nonce": nonce}).encode()
     loop = asyncio.get_running_loop()
-    async with _places(loop), await backend.create(spec, main_source=read_runner()) as place:
+    async with _places(loop, sandbox), await backend.create(spec, main_source=read_runner()) as place:
         isolation = place.isolation.level.word
         try:
             result = await place.run_main(stdin=stdin, wall_limit_s=job.wall_s + _START_LIMIT_S)
