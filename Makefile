@@ -139,7 +139,7 @@ vllm-deps: $(READY)
 
 # OpenHands' own client and agent server: an environment of its own in the user's cache, 0.8 GB. Needs Python 3.12.
 openhands-deps: $(READY)
-	@$(IN_VENV) -c "from strop.runtime.server_plane import OPENHANDS; \
+	@$(IN_VENV) -c "from strop.runtime.agent_server import OPENHANDS; \
 		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(OPENHANDS, say=print)"
 

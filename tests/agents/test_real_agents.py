@@ -11,7 +11,7 @@ import pytest
 
 from strop.engine import GenerationRequest
 from strop.rollout import CONVERSATION
-from strop.runtime.server_plane import OPENHANDS
+from strop.runtime.agent_server import OPENHANDS
 from tests.agents.test_agents import attempt, gold
 from tests.conftest import require_system_part
 from tests.environments.test_repair import make, repository

@@ -98,13 +98,8 @@ async def test_who_says_nothing_is_cut_off() -> None:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         where = urlsplit(url)
-        readers = []
-        for words in (SILENT, HALF_A_HEAD):
-            reader, writer = await asyncio.open_connection(where.hostname, where.port)
-            writer.write(words)
-            readers.append((reader, writer))
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
         async with asyncio.timeout(25.0):
-            for reader, writer in readers:
-                with suppress(ConnectionResetError):
-                    await reader.read()
-                writer.transport.abort()
+            with suppress(ConnectionResetError):
+                await reader.read()
+        writer.transport.abort()

@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 
 from strop.errors import SandboxRefused
 from strop.io.endpoints import Endpoint
-from strop.runtime.server_plane import OPENHANDS
+from strop.runtime.agent_server import OPENHANDS
 from strop.sandbox import SandboxSpec, make_backend
 from tests.conftest import require_system_part
 from tests.fixtures.commands import Run
@@ -70,32 +70,25 @@ def listener() -> Iterator[tuple[str, socket.socket]]:
 @pytest.mark.slow
 @needs_podman
 def test_nothing_of_the_host_is_a_sandboxs_root_by_a_clients_word(tmp_path: Path) -> None:
-    images = tmp_path / "images"
-    tree = make_small_root(images / "tree")
+    tree = make_small_root(tmp_path / "tree")
     (tree / "word").write_text(SECRET)
-    (images / "out").symlink_to("/")
     (tree / "up").symlink_to(tmp_path)
-    (tmp_path / "images-of-others").mkdir()
     names = [
         *("/", "//", "/.", "/root", "/etc", "/proc/1/root", "/proc/self/cwd", f"/proc/{os.getpid()}/root"),
-        *(str(tmp_path / name) for name in ("", "service", "images", "images-of-others", "images/none/..")),
-        *(f"{tree}/../..", f"{tree}/up", f"{tree}/up/service", f"{images}/out", f"{images}/out/root"),
+        *(str(tmp_path), str(tmp_path / "service"), str(tree), f"{tree}/../..", f"{tree}/up"),
         *("dir:/etc", "oci:/etc", "docker-archive:/etc/shadow", "oci-archive:/etc/shadow", "tarball:/etc"),
         *("containers-storage:/", "--help", "-v", "--root=/", "..", "../etc", "localhost/../../etc"),
         *("a b", "*", "sha256:", "a\nb"),
     ]
-    for folder, words in (("service", ()), ("other", ("--image-dir", str(images)))):
-        with served(tmp_path / folder, *words) as (tenant, _):
-            for name in names:
-                record = settled(tenant, name)
-                assert (name, record["status"], record["failure_kind"]) == (name, "error", "image_error")
-            record = settled(tenant, str(tree))
-            assert record["status"] == ("running" if words else "error"), record
-            if words:
-                told = tenant.run(record, "cat /word; id -u; cat /etc/shadow /up/other/keys")[1]
-                assert told.startswith(f"{SECRET}0\n")
-                assert str(tenant.http.headers["X-API-Key"]) not in told
-                assert record["isolation"]["host_uid"] >= 65536
+    with imported(tree) as image, served(tmp_path / "service") as (tenant, _):
+        for name in names:
+            record = settled(tenant, name)
+            assert (name, record["status"], record["failure_kind"]) == (name, "error", "image_error")
+        record = settled(tenant, image)
+        told = tenant.run(record, "cat /word; id -u; cat /etc/shadow /up/service/keys")[1]
+        assert told.startswith(f"{SECRET}0\n")
+        assert str(tenant.http.headers["X-API-Key"]) not in told
+        assert record["isolation"]["host_uid"] >= 65536
 
 
 @pytest.mark.slow
@@ -138,17 +131,17 @@ def test_links_of_an_image_lead_nobody_into_the_host(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "ptmx").write_text(SECRET)
-    words = ("--image-dir", str(tmp_path / "images"))
     trees = {}
     for name in ("dev", "proc", "sys", "run", "tmp", "workspace"):
         trees[name] = make_small_root(tmp_path / "images" / name)
         place = trees[name] / name
         shutil.rmtree(place, ignore_errors=True)
         place.symlink_to("../" * 20 + str(victim).lstrip("/"))
-    with served(tmp_path / "service", *words) as (tenant, _):
+    with served(tmp_path / "service") as (tenant, _), ExitStack() as stack:
         for name, tree in trees.items():
+            image = stack.enter_context(imported(tree))
             for user in (0, None):
-                record = settled(tenant, str(tree), run_as_user=user)
+                record = settled(tenant, image, run_as_user=user)
                 assert record["status"] == "running", (name, record["cause"])
                 tenant.run(record, f"echo x > /{name}/ptmx; rm /{name}/ptmx")
                 tenant.stop(record)
@@ -171,16 +164,12 @@ def test_an_injected_server_starts_in_a_debian_image_for_the_real_client(tmp_pat
         require_passed(service, (1,), image=image)
 
 
-@pytest.mark.parametrize("place", ["shown", "images"])
-def test_keys_lie_where_no_sandbox_sees_them(place: str, tmp_path: Path, run: Run) -> None:
+def test_keys_lie_where_no_sandbox_sees_them(run: Run) -> None:
     import strop
 
     # Whatever a class of a run's may import is shown: strop's own source too.
-    folder = Path(strop.__file__).parent if place == "shown" else tmp_path / "service"
-    words = ["--dir", folder, "--backend", "process"]
-    if place == "images":
-        words += ["--image-dir", tmp_path]
-    ended = run("runtime", "serve", *words)
+    folder = Path(strop.__file__).parent
+    ended = run("runtime", "serve", "--dir", folder, "--backend", "process")
     assert ended.code == 2
     assert str(folder.parent) in ended.err
     assert not (folder / "keys").exists()

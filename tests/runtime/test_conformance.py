@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import StoreError
-from strop.runtime.server_plane import OPENHANDS
+from strop.runtime.agent_server import OPENHANDS
 from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
 from tests.fixtures import stand_in

@@ -17,7 +17,7 @@ import pytest
 from strop.errors import ConfigError, SandboxError
 from strop.runtime.contract import FailureKind, State
 from strop.runtime.host import HostSettings, SandboxHost
-from strop.runtime.making import Maker, MakeSettings
+from strop.runtime.making import MakeSettings
 from strop.runtime.serve import read_host_settings
 from strop.runtime.service_dir import ServiceDir
 from tests.fixtures import stand_in
@@ -36,16 +36,16 @@ on_quick_backends = pytest.mark.parametrize(
 async def test_a_sandbox_is_started_used_and_stopped(backend: str) -> None:
     async with host_of(backend) as orders:
         url = await orders.start("r1")
-        assert url == await orders.start("r1")
+        await orders.host.start(order_of("r1"))
         ready = await orders.wait_for("r1", State.READY)
         assert ready.isolation["backend"] == backend
-        assert list(ready.timeline) == ["image", "started", "ready"]
+        assert list(ready.timeline) == ["starting", "ready"]
         async with workspace_at(url) as workspace:
             assert await workspace.run("echo out; exit 3") == (3, "out\n")
         await orders.host.stop("r1", "it is asked for")
         await orders.wait_for("r1", State.STOPPED)
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        with pytest.raises(ConnectionError):
+            await orders.host.connect("r1")
 
 
 @on_quick_backends
@@ -59,8 +59,8 @@ async def test_a_paused_sandbox_stands_still_behind_its_address(backend: str) ->
             for _ in range(2):
                 paused = await orders.host.pause("r1")
                 assert paused.state is State.PAUSED
-            answer = await workspace.client.get("/health")
-            assert (answer.status_code, answer.json()) == (503, {"detail": "the sandbox is paused"})
+            with pytest.raises(ConnectionError):
+                await orders.host.connect("r1")
             await asyncio.sleep(0.5)
             for _ in range(2):
                 resumed = await orders.host.resume("r1")
@@ -91,22 +91,16 @@ async def test_what_a_client_gets_wrong_is_an_image_error() -> None:
             assert failed.failure_kind is FailureKind.IMAGE_ERROR
             assert image in failed.cause
         await orders.host.stop("unknown", "it is asked for")
-    with pytest.raises(ConfigError):
-        Maker(MakeSettings(), ("bubblewrap",)).kind_of(order_of("r", image="/usr/share"))
 
 
 async def test_a_host_whose_job_ends_soon_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     monkeypatch.setenv("SLURM_JOB_END_TIME", f"{now + 600.0}")
-    async with host_of("process") as orders:
-        # A jump of the clock changes nothing.
-        monkeypatch.setattr(time, "time", lambda: now + 3600.0)
-        facts = await orders.host.facts()
-        assert facts.ends_in_s is not None
-        assert 500.0 < facts.ends_in_s <= 600.0
-        assert not facts.is_draining
-        orders.host._ends_at = time.monotonic() + 60.0
-        assert (await orders.host.facts()).is_draining
+    host = SandboxHost(HostSettings(make=MakeSettings(backends=("process",)), capacity=slots(1)))
+    facts = await host.open()
+    await host.close()
+    assert facts.ends_in_s is not None
+    assert 500.0 < facts.ends_in_s <= 600.0
 
 
 async def test_states_are_told_once_and_of_what_changed() -> None:
@@ -120,33 +114,27 @@ async def test_states_are_told_once_and_of_what_changed() -> None:
             ("b", State.PAUSED)
         ]
         assert await orders.host.states(0.05) == []
-        assert set((await orders.host.facts()).last_used_s) == {"a", "b"}
 
 
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [({"network": "allow:a"}, "allow:HOST:PORT"), ({"warm": ["x"]}, "IMAGE=N")],
-)
-def test_an_option_that_cannot_be_is_refused(tmp_path: Path, option: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        read_host_settings(ServiceDir(tmp_path), **option)  # type: ignore[arg-type]
+def test_a_network_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        read_host_settings(ServiceDir(tmp_path), network="allow:a")
 
 
 async def test_commands_run_behind_addresses_and_a_slot_is_used_again(tmp_path: Path) -> None:
     make = MakeSettings(backends=("process",))
-    settings = HostSettings(make=make, address="127.0.0.1", capacity=slots(2))
+    settings = HostSettings(make=make, capacity=slots(2))
     async with service(tmp_path, policy=replace(POLICY, hold_s=5.0)) as it:
         # It waits before there is a host.
         early = await it.start("early", **HOST)
         host = SandboxHost(settings)
-        it.inner.add_host("here", host, await host.open(), is_here=True)
+        it.inner.add_host("here", host, await host.open())
         await it.until_session("early", pod_status="ready")
         late = await it.start("late", **HOST)
         await it.until_session("late", pod_status="ready")
         for record in (early, late):
             current = await it.session(record["session_id"])
-            # No relay: the host has taken the port over.
-            assert current["url"] == record["url"] == current["node_url"]
+            assert current["url"] == record["url"]
             assert current["isolation"]["backend"] == "process"
             async with workspace_at(record["url"], key=record["session_api_key"]) as workspace:
                 assert await workspace.run("echo out; exit 3") == (3, "out\n")
@@ -160,12 +148,6 @@ async def test_commands_run_behind_addresses_and_a_slot_is_used_again(tmp_path: 
         async with workspace_at(early["url"], key=early["session_api_key"]) as workspace:
             assert (await workspace.run("true"))[0] == 0
         assert (await it.post("/stop", late["runtime_id"])).json()["status"] == "stopped"
-        for _ in range(500):
-            used = (await it.session("late"))["usage"]
-            if "cpu_s" in used:
-                break
-            await asyncio.sleep(0.02)
-        assert used.keys() >= {"cpu_s", "disk_bytes", "oom_kills"}
         await it.until_session("waiting", pod_status="ready")
         missing = await it.start("missing", image="no-such-image")
         assert missing["pod_status"] == "pending"
@@ -194,12 +176,11 @@ async def test_a_lost_sandbox_is_a_failure_and_its_requests_are_cut_off() -> Non
         async with workspace_at(url) as workspace:
             waiting = asyncio.create_task(workspace.run("sleep 60"))
             await workspace.run("true")
-            made = orders.host._held["r1"]._made
-            assert made is not None
-            os.kill(made.sandbox.supervisor_pid, signal.SIGKILL)
+            sandbox = orders.host._held["r1"]._sandbox
+            assert sandbox is not None
+            os.kill(sandbox.supervisor_pid, signal.SIGKILL)
             with pytest.raises(httpx.TransportError):
                 await waiting
             lost = await orders.wait_for("r1", State.FAILED)
             assert lost.failure_kind is FailureKind.INFRA_LOST
-            with pytest.raises(httpx.TransportError):
-                await workspace.run("true")
+            assert (await workspace.client.get("/health")).status_code == 503

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -70,15 +69,21 @@ async def test_a_key_is_changed_without_a_restart(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
         # What cannot be read leaves the old ones.
         keys.chmod(0o644)
-        assert (await it.client.get("/list", headers={SERVICE_KEY_HEADER: ADA})).status_code == 200
+        await asyncio.sleep(1.2)
+        assert await status_of(it, ADA) == 200
         keys.chmod(0o600)
         keys.write_text(f"ada {BOB}\n")
 
         async def is_new() -> bool:
-            return (await it.client.get("/list", headers={SERVICE_KEY_HEADER: BOB})).status_code == 200
+            return await status_of(it, BOB) == 200
 
         await until(is_new)
-        assert (await it.client.get("/list", headers={SERVICE_KEY_HEADER: ADA})).status_code == 401
+        assert [await status_of(it, key) for key in (ADA, f"{BOB}\u00e9", "")] == [401] * 3
+
+
+async def status_of(it: Service, key: str) -> int:
+    """Return the status of a request with a key."""
+    return (await it.client.get("/list", headers={SERVICE_KEY_HEADER.encode(): key.encode()})).status_code
 
 
 async def test_another_owners_sandbox_does_not_exist(tmp_path: Path) -> None:
@@ -123,63 +128,21 @@ async def test_a_body_of_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path)
             # Where it still sent when the connection was closed, the answer may be lost with it.
             with suppress(ConnectionResetError):
                 reply = await send_raw(it, b"POST /start HTTP/1.1\r\n" + header, parts)
-                assert reply.startswith(b"HTTP/1.1 413 ")
+                assert reply.startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 411 "))
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         assert after - before < 64 << 10
         assert (await it.client.get("/health")).status_code == 200
 
 
-async def test_a_body_that_comes_slowly_is_given_up_and_others_are_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("strop.runtime.routes.BODY_LIMIT_S", 0.5)
-
-    async with service(tmp_path) as it:
-
-        async def send(writer: asyncio.StreamWriter) -> None:
-            for _ in range(900):
-                writer.write(b" ")
-                await writer.drain()
-                await asyncio.sleep(0.05)
-
-        slow = [
-            asyncio.create_task(send_raw(it, b"POST /start HTTP/1.1\r\ncontent-length: 900", send))
-            for _ in range(20)
-        ]
-        assert (await it.start("S1"))["status"] == "starting"
-        for reply in await asyncio.gather(*slow):
-            assert reply.startswith(b"HTTP/1.1 408 ")
-
-
-async def test_connections_that_say_nothing_take_nothing_from_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("strop.runtime.ports.HEAD_LIMIT_S", 1.0)
-
-    async with service(tmp_path) as it:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Both ends are in this process.
-        number = min(1000, (soft - 200) // 3)
-        where = urlsplit(it.url)
-        silent = [await asyncio.open_connection(where.hostname, where.port) for _ in range(number)]
-        for _, writer in silent[::2]:
-            writer.write(b"GET /list HTTP/1.1\r\n")
-        assert (await it.start("S1"))["status"] == "starting"
-        async with asyncio.timeout(20):
-            replies = await asyncio.gather(*(reader.read() for reader, _ in silent), return_exceptions=True)
-        assert len(replies) == number
-        for _, writer in silent:
-            writer.close()
-        assert (await it.start("S2"))["status"] == "starting"
-
-
 async def test_of_too_many_connections_the_silent_ones_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("strop.runtime.serve.MAX_CLIENTS", 20)
     async with service(tmp_path) as it:
-        monkeypatch.setattr("strop.runtime.ports.MAX_STRANGERS", 20)
         where = urlsplit(it.url)
         silent = [await asyncio.open_connection(where.hostname, where.port) for _ in range(60)]
+        for _, writer in silent[::2]:
+            writer.write(b"GET /list HTTP/1.1\r\n")
         for index in range(5):
             assert (await it.start(f"S{index}"))["status"] == "starting"
         for _, writer in silent:
@@ -207,16 +170,14 @@ async def test_no_keys_on_loopback_and_never_elsewhere(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-async def test_keys_are_in_no_log_and_no_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_changes_are_logged_and_keys_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "strop.runtime")
     async with service(tmp_path) as it:
         await it.add_host()
         record = await it.start("S1")
         await it.session("S1")
         await it.post("/stop", record["runtime_id"])
         secrets = [record["session_api_key"], it.key]
-        log = tmp_path / "events.jsonl"
-        await until(lambda: "stopped" in log.read_text())
-        events = log.read_text()
-        states = [json.loads(line).get("state") for line in events.splitlines()]
-        assert [one for one in states if one] == ["image", "ready", "stopped"]
-        assert not any(secret in events or secret in caplog.text for secret in secrets)
+    lines = [line for line in caplog.messages if record["runtime_id"] in line]
+    assert [line.split(": ")[1].split(" ")[0] for line in lines] == ["image", "ready", "stopped"]
+    assert not any(secret in caplog.text for secret in secrets)

@@ -10,18 +10,17 @@ from dataclasses import replace
 import pytest
 
 from strop.runtime.contract import FailureKind, SandboxReport, StartRequest, State
-from strop.runtime.ports import Gate
 from strop.runtime.service import Policy, Service
 from strop.runtime.session import Session
 from tests.fixtures.scripted_host import ScriptedHost, slots
 
-POLICY = Policy(settle_s=0.0)
+POLICY = Policy()
 
 
 @asynccontextmanager
 async def service_of(policy: Policy = POLICY) -> AsyncIterator[Service]:
     """A service without HTTP in front."""
-    service = Service(policy=policy, address="127.0.0.1", write_event=lambda _facts: None)
+    service = Service(policy=policy, address="127.0.0.1")
     try:
         yield service
     finally:
@@ -30,7 +29,7 @@ async def service_of(policy: Policy = POLICY) -> AsyncIterator[Service]:
 
 async def add_host(service: Service) -> ScriptedHost:
     host = ScriptedHost(capacity=slots(8))
-    service.add_host("n", host, await host.open(), is_here=True)
+    service.add_host("n", host, host.facts())
     return host
 
 
@@ -45,16 +44,11 @@ def make_ready(service: Service, *ready: Session) -> None:
         assert session.state is State.READY
 
 
-def _gate_of(session: Session) -> Gate:
-    assert session.gate is not None
-    return session.gate
-
-
 def age(session: Session, seconds: float) -> None:
     """Let everything about a sandbox be longer ago."""
-    for name in ("begun_at", "asked_at", "used_at", "renewed_at"):
-        if getattr(session, name):
-            setattr(session, name, getattr(session, name) - seconds)
+    for name in ("begun_at", "asked_at", "renewed_at"):
+        setattr(session, name, getattr(session, name) - seconds)
+    session.gate.connections.last_used_at -= seconds
 
 
 async def test_a_lease_that_is_not_renewed_ends_its_sandbox_and_no_other() -> None:
@@ -99,25 +93,11 @@ async def test_age_and_idleness_end_a_sandbox(policy: Policy, cause: str) -> Non
         service.find("ada", "S1")
         make_ready(service, session)
         age(session, 99.0)
-        _gate_of(session).last_used_at -= 99.0
         service.tick()
         assert session.is_alive
         age(session, 2.0)
-        _gate_of(session).last_used_at -= 2.0
         service.tick()
         assert (session.state, session.cause) == (State.STOPPED, cause)
-
-
-async def test_a_start_that_nobody_asks_about_again_is_an_orphan() -> None:
-    async with service_of(replace(POLICY, orphan_limit_s=100.0)) as service:
-        lost, known = await begin(service), await begin(service, "S2")
-        service.find("ada", "S2")
-        for session in (lost, known):
-            age(session, 101.0)
-        service.tick()
-        assert lost.state is State.STOPPED
-        assert "nobody asked for it" in lost.cause
-        assert known.is_alive
 
 
 async def test_a_jump_of_the_clock_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,19 +123,14 @@ async def test_a_report_that_was_overtaken_changes_nothing() -> None:
         assert session.state is State.PAUSED
 
 
-async def test_ended_sandboxes_are_kept_for_a_bounded_time_and_number() -> None:
-    async with service_of(replace(POLICY, max_ended=5, keep_ended_s=100.0)) as service:
+async def test_a_bounded_number_of_ended_sandboxes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.runtime.service._MAX_ENDED", 5)
+    async with service_of() as service:
         for index in range(12):
             session = await begin(service, f"S{index}")
             await service.stop("ada", session.runtime_id)
-        service.tick()
         assert {name for _, name in service.by_name} == {f"S{index}" for index in range(7, 12)}
         assert len(service.by_runtime) == 5
-        for session in service.by_runtime.values():
-            session.ended_at -= 101.0
-        service.tick()
-        assert not service.by_name
-        assert not service.by_runtime
 
 
 async def test_a_stop_that_only_the_host_wanted_is_a_loss() -> None:
@@ -169,4 +144,6 @@ async def test_a_stop_that_only_the_host_wanted_is_a_loss() -> None:
         service._take(over)
         assert (session.state, session.failure_kind) == (State.FAILED, FailureKind.INFRA_LOST)
         assert session.cause == "its host ends"
+        assert session.clearing is not None
+        await session.clearing
         assert not service.admission.rooms["n"].taken

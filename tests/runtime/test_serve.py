@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from strop.cli import main
-from strop.errors import ConfigError
-from strop.runtime.contract import FailureKind
-from strop.runtime.planes import SandboxFailed
-from strop.runtime.pulling import Images, engine_of, is_transient, list_images, shard_of
+from strop.runtime.contract import FailureKind, SandboxFailed
+from strop.runtime.images import Images, engine_of, is_transient
 from strop.runtime.service_dir import ServiceDir
 from tests.conftest import require_system_part
-from tests.fixtures.commands import Ended, Run, run
+from tests.fixtures.commands import Run, run
 from tests.fixtures.runtime_client import RuntimeClient, processes_of, wait_for
 from tests.fixtures.runtime_processes import assert_gone, find_traces
 
@@ -134,50 +129,16 @@ def test_the_images_of_a_node_are_in_the_store_of_its_first_engine() -> None:
         assert engine_of(backends) == engine
 
 
-def test_images_are_listed_once_and_shared_out(tmp_path: Path) -> None:
-    rows = [{"image": f"{name}:1", "n": 1} for name in "abcab"]
-    lines, table = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pq.write_table(pa.Table.from_pylist(rows), table)
-    names = ["a:1", "b:1", "c:1"]
-    assert list_images(lines, "image") == list_images(table, "image") == names
-    parts = [shard_of(names, f"{number}/3") for number in (1, 2, 3)]
-    assert sorted(name for part in parts for name in part) == names
-    for shard in ("0/3", "4/3", "1", "a/b"):
-        with pytest.raises(ConfigError, match="shard"):
-            shard_of(names, shard)
-    for path, field, error in (
-        (lines, "other", "no image in field 'other' of row 1"),
-        (tmp_path / "none.jsonl", "image", "cannot be read"),
-    ):
-        with pytest.raises(ConfigError, match=error):
-            list_images(path, field)
-
-
-def test_what_is_done_is_left_alone_and_failures_are_tried_again(
+def test_images_are_fetched_by_a_command_that_tells_failures(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the command: in shards, with a failure, and gone on with."""
     store = ScriptedImages()
-    monkeypatch.setattr("strop.runtime.pulling.Images", lambda engine: store)
-    rows, results = tmp_path / "rows.jsonl", tmp_path / "results"
+    monkeypatch.setattr("strop.runtime.images.Images", lambda engine: store)
+    listed = tmp_path / "images"
     names = ["a:1", "b:1", "c:1"]
-    rows.write_text("".join(json.dumps({"image": name}) + "\n" for name in [*names, "a:1"]))
-
-    def fetch(shard: str) -> Ended:
-        return run("runtime", "prebuild", "--dataset", rows, "--results", results, "--shard", shard)
-
-    parts = [shard_of(names, f"{number}/2") for number in (1, 2)]
-    assert [fetch(f"{number}/2").code for number in (1, 2)] == [int("c:1" in part) for part in parts]
-    found = {one["image"]: one for one in (json.loads(path.read_text()) for path in results.iterdir())}
-    assert {name: one.get("image_id") for name, one in found.items()} == {
-        "a:1": "id of a:1",
-        "b:1": "id of b:1",
-        "c:1": None,
-    }
-    assert found["c:1"]["failure_kind"] == "image_error"
+    listed.write_text("\n".join([*names, "a:1", ""]))
+    ended = run("runtime", "prebuild", listed)
+    assert (ended.code, sorted(store.asked)) == (1, names)
+    assert "c:1: image_error" in ended.err
     store.missing.clear()
-    again = fetch("1/1")
-    assert again.code == 0
-    assert sorted(store.asked) == [*names, "c:1"]
-    assert again.err.count("done before") == 2
+    assert run("runtime", "prebuild", listed).code == 0

@@ -39,18 +39,6 @@ BackendNames = Annotated[
 Network = Annotated[
     str, typer.Option(help="What sandboxes reach: none, host, or a list, allow:HOST:PORT,HOST:PORT.")
 ]
-Warm = Annotated[
-    list[str] | None,
-    typer.Option(metavar="IMAGE=N", help="Keep N sandboxes of an image ready on each node; repeated."),
-]
-ImageDirs = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--image-dir",
-        metavar="DIR",
-        help="A folder whose directory trees clients may name as images, by their paths; repeated.",
-    ),
-]
 Registries = Annotated[
     list[str] | None,
     typer.Option(
@@ -86,9 +74,7 @@ class ServeArguments:
     dir: Folder = DEFAULT_FOLDER
     backend: BackendNames = None
     network: Network = "none"
-    image_dir: ImageDirs = None
     registry: Registries = None
-    warm: Warm = None
     policy: PolicyText = "{}"
     host: Host = None
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the service; 0: a free one.")] = 0
@@ -111,6 +97,7 @@ class ServeArguments:
 def serve(context: typer.Context, args: ServeArguments) -> None:
     """Serve sandboxes until a signal, here or on the nodes of a job."""
     import asyncio
+    import logging
     import os
 
     output: Output = context.obj
@@ -124,6 +111,7 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
             allowed="settings of a job and --dry-run for a service that is one",
             next_step="name the site with --on, or leave them out",
         )
+    from strop.io.variables import LOG_FORMAT
     from strop.runtime.serve import ServeOptions, read_host_settings, read_policy, serve_until_signal
     from strop.runtime.service_dir import ServiceDir
 
@@ -136,20 +124,20 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
         folder,
         backends=tuple(name for name in args.backend or () if name != "auto"),
         network=args.network,
-        image_dirs=tuple(args.image_dir or ()),
         registries=tuple(args.registry or ()),
-        warm=tuple(args.warm or ()),
     )
     options = ServeOptions(
         folder=folder,
-        # On several nodes each finds its own address.
-        host=replace(host, address="" if args.nodes > 1 else address),
+        host=host,
         address=address,
         port=args.port,
         disable_auth=args.disable_auth,
         policy=read_policy(args.policy),
         num_nodes=args.nodes,
     )
+    # Each change of a sandbox is a line of the log.
+    logging.basicConfig(format=LOG_FORMAT)
+    logging.getLogger("strop.runtime").setLevel(logging.INFO)
     asyncio.run(
         serve_until_signal(
             options,
@@ -169,26 +157,24 @@ def join_service(dir: Folder = DEFAULT_FOLDER) -> None:
 @runtime_commands.command("prebuild")
 def fetch_images(
     context: typer.Context,
-    dataset: Annotated[Path, typer.Option(metavar="FILE", help="JSONL or Parquet whose rows name images.")],
-    results: Annotated[Path, typer.Option(metavar="DIR", help="One JSON result for each image.")],
-    field: Annotated[str, typer.Option(help="The field of a row that names its image.")] = "image",
-    shard: Annotated[str, typer.Option(metavar="I/N", help="The part that this process fetches.")] = "1/1",
+    images: Annotated[
+        typer.FileText,
+        typer.Argument(metavar="FILE", help="Names of images, one a line; -: standard input."),
+    ],
     at_once: Annotated[int, typer.Option(min=1, help="Pulls at once.")] = 2,
 ) -> None:
-    """Fetch the images of a data set to this node. Repeat the command to resume."""
+    """Fetch images to this node; those that are here are left alone."""
     import asyncio
     import shutil
 
-    from strop.runtime.pulling import Images, engine_of, list_images, prebuild, shard_of
+    from strop.runtime.images import Images, engine_of, prebuild
     from strop.sandbox.engine import ENGINES
 
     output: Output = context.obj
     engine = engine_of([name for name in ENGINES if shutil.which(name)])
-    images = shard_of(list_images(dataset, field), shard)
-    results.mkdir(parents=True, exist_ok=True)
-    work = prebuild(images, Images(engine), results, num_at_once=at_once, say=output.say)
-    num_failed = asyncio.run(work)
-    output.give(f"{len(images)} images, {num_failed} failed; results in {results}")
+    names = list(dict.fromkeys(images.read().split()))
+    num_failed = asyncio.run(prebuild(names, Images(engine), num_at_once=at_once, say=output.say))
+    output.give(f"{len(names)} images, {num_failed} failed")
     if num_failed:
         raise typer.Exit(EXIT_FAILED)
 
@@ -228,9 +214,7 @@ def _words_of_hosts(args: ServeArguments) -> list[str]:
             # Checked here, before anything is started.
             make_backend(name)
     words = [word for name in args.backend or () for word in ("--backend", name)]
-    words += [word for path in args.image_dir or () for word in ("--image-dir", str(path.absolute()))]
     words += [word for host in args.registry or () for word in ("--registry", host)]
-    words += [word for text in args.warm or () for word in ("--warm", text)]
     return words + (["--network", args.network] if args.network != "none" else [])
 
 

@@ -7,7 +7,9 @@ service's folder. All of Ray ends with the service. Ray tells when an actor or i
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Awaitable
@@ -22,9 +24,9 @@ from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.io.atomic import write_bytes_atomically
 from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
 from strop.runtime.contract import HostFacts, Order, SandboxReport
-from strop.runtime.host import HostSettings, SandboxHost
-from strop.runtime.ports import Gate
-from strop.runtime.service import HostFailed, Service
+from strop.runtime.gate import dial
+from strop.runtime.host import HostFailed, HostSettings, SandboxHost
+from strop.runtime.service import Service
 from strop.runtime.service_dir import START_LIMIT_S
 from strop.spec.layout import RAY_NODE_MODULE
 
@@ -32,6 +34,7 @@ _LOOK_EVERY_S = 2.0
 _CLOSE_LIMIT_S = 30.0
 _POLL_S = 0.2
 T = TypeVar("T")
+_log = logging.getLogger("strop.runtime.cluster")
 
 
 class RayHost:
@@ -45,21 +48,27 @@ class RayHost:
         here = NodeAffinitySchedulingStrategy(ray_id, soft=False)
         actor = ray.remote(SandboxHost).options(num_cpus=0, scheduling_strategy=here)
         self._actor: Any = actor.remote(settings)
+        self._urls: dict[str, str] = {}
+        """Addresses at its node, by runtime id."""
 
     async def open(self) -> HostFacts:
         """Prepare it. Raises: SandboxRefused as `SandboxHost.open`."""
         return await _answer_of(self._actor.open.remote())
 
-    async def facts(self) -> HostFacts:
-        """Return its facts."""
-        return await _answer_of(self._actor.facts.remote())
+    async def start(self, order: Order) -> None:
+        """Begin to make a sandbox, and have it listen at its node. Raises: CheckRefused."""
+        await _answer_of(self._actor.start.remote(order))
+        self._urls[order.runtime_id] = await _answer_of(self._actor.listen.remote(order.runtime_id))
 
-    async def start(self, order: Order, gate: Gate | None = None) -> str:
-        """Begin to make a sandbox; return its address at that node."""
-        return await _answer_of(self._actor.start.remote(order))
+    async def connect(self, runtime_id: str) -> socket.socket:
+        """Return a connection to a sandbox's address at its node. Raises: OSError."""
+        if runtime_id not in self._urls:
+            raise ConnectionError("the sandbox is not placed yet")
+        return await dial(self._urls[runtime_id])
 
     async def stop(self, runtime_id: str, cause: str) -> None:
         """End a sandbox."""
+        self._urls.pop(runtime_id, None)
         await _answer_of(self._actor.stop.remote(runtime_id, cause))
 
     async def pause(self, runtime_id: str) -> SandboxReport:
@@ -152,12 +161,10 @@ class RayHosts:
         except (HostFailed, SandboxError) as error:
             if isinstance(error, SandboxRefused) and not self._service.nodes:
                 raise
-            self._service.write_event(
-                {"at": time.time(), "event": "node_refused", "node": name, "cause": str(error)}
-            )
+            _log.warning("node %s has no sandboxes: %s", name, error)
             return
         self._known[ray_id] = f"{name}-{ray_id[:8]}"
-        self._service.add_host(self._known[ray_id], host, facts, is_here=False)
+        self._service.add_host(self._known[ray_id], host, facts)
 
 
 def _token_path(folder: Path) -> Path:

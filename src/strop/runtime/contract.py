@@ -14,8 +14,6 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-FACTS_EVERY_S = 2.0
-"""How often the service asks a host for its `HostFacts`."""
 SERVICE_KEY_HEADER = "X-API-Key"
 """Holds the caller's key in requests to the service."""
 SANDBOX_KEY_HEADER = "X-Session-API-Key"
@@ -29,17 +27,16 @@ _NO_ID = (1 << 32) - 1
 
 
 class State(StrEnum):
-    """The state of a sandbox. Clients see each as a pair of words (`record.WORDS`)."""
+    """The state of a sandbox. Clients see each as a pair of words (`session.WORDS`)."""
 
     QUEUED = "queued"
     """It waits for a slot."""
     IMAGE = "image"
-    """Its image is being pulled, built or unpacked."""
+    """Its image is being pulled."""
     STARTING = "starting"
-    """It exists; its server does not answer through its address yet."""
+    """It exists; its server does not answer yet."""
     READY = "ready"
     PAUSED = "paused"
-    RESUMING = "resuming"
     STOPPED = "stopped"
     """Its client stopped it, or a limit of idleness, age or lease."""
     FAILED = "failed"
@@ -59,6 +56,16 @@ class FailureKind(StrEnum):
     """Its node, allocation, disk or network is gone."""
     CAPACITY = "capacity"
     """It can never fit, or no slot was free before its deadline."""
+
+
+class SandboxFailed(Exception):
+    """A sandbox did not start, or has ended by itself; `kind` says whose fault that is."""
+
+    def __init__(self, kind: FailureKind, cause: str, *, exit_code: int | None = None) -> None:
+        super().__init__(cause)
+        self.kind = kind
+        self.cause = cause
+        self.exit_code = exit_code
 
 
 class _Message(BaseModel):
@@ -94,9 +101,6 @@ class StartRequest(_Message):
     session_id: str
     resource_factor: float = Field(default=1.0, gt=0.0, le=MAX_FACTOR, allow_inf_nan=False)
     """Multiplies memory, processes and processors of a slot."""
-    lifetime_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """strop's own field: how long the client means to use the sandbox. A node that ends sooner is chosen only
-    if no other fits."""
     run_as_user: int | None = Field(default=None, ge=0, lt=_NO_ID)
     """A hint: the image's user that runs the programs, with the group of the same number, where the node can
     arrange it. `isolation` has their user on the host."""
@@ -160,39 +164,29 @@ class SandboxReport(_Message):
 
     runtime_id: str
     state: State
+    version: int = 0
+    """Grows with each change: the older of two reports is dropped."""
     failure_kind: FailureKind | None = None
     cause: str = ""
     """One sentence for `failed` and `stopped`."""
-    refusal: str = ""
-    """The kind of the `SandboxRefused` that kept it from being made."""
     exit_code: int | None = None
     log_tail: str = ""
     """The last lines that its server wrote, for `pod_logs`."""
     events: tuple[str, ...] = ()
-    """Progress: pull, build, start."""
+    """Progress: pull, start."""
     isolation: dict[str, Any] = Field(default_factory=dict)
     """The `sandbox.Isolation` that was reached."""
     timeline: dict[str, float] = Field(default_factory=dict)
-    """Unix times at which it was queued, had its image, was started, was ready and was stopped."""
-    usage: dict[str, float] = Field(default_factory=dict)
-    """cpu_s, memory_peak_bytes, disk_bytes, oom_kills, refused_calls."""
-    version: int = 0
-    """Grows with each change of its state at its host: the older of two reports is dropped."""
+    """Unix times at which it entered its states."""
 
 
 class HostFacts(_Message):
-    """A host as it is now."""
+    """A host when it was opened."""
 
     name: str
     """Of its machine."""
     pid: int
     capacity: Slot
     backends: tuple[str, ...]
-    is_draining: bool = False
-    """It takes no new sandboxes: its allocation ends soon."""
     ends_in_s: float | None = None
     """Seconds until its allocation ends."""
-    last_used_s: dict[str, float] = Field(default_factory=dict)
-    """Seconds since the address of each living sandbox was last used, by runtime id."""
-    metrics: dict[str, float] = Field(default_factory=dict)
-    """Added to the service's own, by their names and labels."""

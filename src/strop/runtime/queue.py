@@ -1,23 +1,23 @@
 """The scheduler: which request gets the next slot, and on which node (fair shares, best fit).
 
 Only processors are overcommitted, by a stated factor. The owner with the smallest dominant share comes next,
-with its oldest request. A request that fits nowhere now lets others pass, but not for longer than
-`PATIENCE_S`: then one node is kept free for it. A request goes to the node that has the least room left after
-it; nodes that end too soon are used only if no other has room.
+with its oldest request; one that fits nowhere now lets other owners pass. A request goes to the node that has
+the least room left after it, and to none that ends soon.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from strop.runtime.contract import Slot
 from strop.runtime.session import Session
 
-PATIENCE_S = 60.0
+DRAIN_BEFORE_END_S = 120.0
+"""A node takes no new sandboxes so long before its allocation ends."""
 RESOURCES = ("cpus", "memory_bytes", "disk_bytes", "processes")
 _ROUNDING = 1e-6
 """Processors are fractions: the rounding error of their sums is no shortage."""
@@ -42,26 +42,25 @@ class Room:
 
     node_id: str
     has: Amounts
-    is_open: bool = True
-    """Whether it takes new sandboxes."""
     ends_at: float = math.inf
     """When its allocation ends, by the monotonic clock."""
     used: Amounts = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     taken: dict[str, Session] = field(default_factory=dict)
     """Sandboxes by runtime id."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes new sandboxes now."""
+        return time.monotonic() < self.ends_at - DRAIN_BEFORE_END_S
+
     def fits(self, wanted: Amounts) -> bool:
-        """Whether the amounts are free."""
+        """Whether the amounts are free now."""
         return all(wanted[name] <= self.has[name] - self.used[name] + _ROUNDING for name in RESOURCES)
 
-    def could_fit(self, wanted: Amounts) -> bool:
-        """Whether the amounts would be free on the empty node."""
-        return all(wanted[name] <= self.has[name] + _ROUNDING for name in RESOURCES)
-
-    def free_share(self, wanted: Amounts | None = None) -> float:
+    def share_left(self, wanted: Amounts) -> float:
         """Return the free part of the scarcest resource after `wanted` is taken."""
         return min(
-            (self.has[name] - self.used[name] - (wanted[name] if wanted else 0.0)) / self.has[name]
+            (self.has[name] - self.used[name] - wanted[name]) / self.has[name]
             for name in RESOURCES
             if self.has[name]
         )
@@ -70,153 +69,101 @@ class Room:
 class Admission:
     """The rooms of all nodes, and the sessions that wait for a slot."""
 
-    def __init__(self, *, cpu_factor: float = 1.0, min_left_s: float = 0.0) -> None:
-        """`min_left_s`: nodes that end sooner are used only if no other has room."""
+    def __init__(self, *, cpu_factor: float = 1.0) -> None:
         self.rooms: dict[str, Room] = {}
         """Rooms by node id."""
         self._cpu_factor = cpu_factor
-        self._min_left_s = min_left_s
-        self._waiting: dict[str, list[Session]] = {}
-        """Waiting sessions by owner, in the order of arrival."""
-        self._arrivals: list[int] = []
-        """Arrival numbers of all waiting sessions, sorted."""
-        self._num_arrived = 0
-        self._owned: dict[str, Amounts] = {}
-        """Amounts that each owner's sandboxes take, over all nodes."""
+        self._waiting: dict[str, Session] = {}
+        """By runtime id, in the order of arrival."""
+        self._owned: defaultdict[tuple[str, str], float] = defaultdict(float)
+        """Amounts that the sandboxes of each owner take, by owner and resource."""
 
     def __len__(self) -> int:
         """Return the number of waiting sessions."""
-        return len(self._arrivals)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Session]:
-        """Yield the waiting sessions."""
-        for sessions in self._waiting.values():
-            yield from sessions
+        """Yield the waiting sessions in the order of arrival."""
+        return iter(self._waiting.values())
 
     def add(self, session: Session) -> None:
-        """Queue a session; one that has waited before gets its old place."""
-        if not session.arrival:
-            self._num_arrived += 1
-            session.arrival = self._num_arrived
-        bisect.insort(self._waiting.setdefault(session.owner, []), session, key=_by_arrival)
-        bisect.insort(self._arrivals, session.arrival)
+        """Queue a session."""
+        self._waiting[session.runtime_id] = session
 
     def remove(self, session: Session) -> None:
         """Take a session from the queue. No-op if it does not wait."""
-        sessions = self._waiting.get(session.owner, [])
-        index = bisect.bisect_left(sessions, session.arrival, key=_by_arrival)
-        if index == len(sessions) or sessions[index] is not session:
-            return
-        del sessions[index]
-        if not sessions:
-            del self._waiting[session.owner]
-        del self._arrivals[bisect.bisect_left(self._arrivals, session.arrival)]
+        self._waiting.pop(session.runtime_id, None)
 
-    def place_of(self, session: Session) -> tuple[int, int] | None:
-        """Return the place of a session, from 1, and the queue's length; None if it does not wait."""
-        index = bisect.bisect_left(self._arrivals, session.arrival)
-        is_waiting = index < len(self._arrivals) and self._arrivals[index] == session.arrival
-        return (index + 1, len(self._arrivals)) if is_waiting else None
+    def place_of(self, session: Session) -> int:
+        """Return the place of a session in the queue, from 1; 0 if it does not wait."""
+        if session.runtime_id not in self._waiting:
+            return 0
+        return list(self._waiting).index(session.runtime_id) + 1
 
-    def set_room(
-        self,
-        node_id: str,
-        capacity: Slot,
-        *,
-        is_open: bool,
-        ends_in_s: float | None = None,
-    ) -> None:
-        """Set the resources of a node, and whether it takes new sandboxes."""
+    def add_room(self, node_id: str, capacity: Slot, *, ends_in_s: float | None = None) -> None:
+        """Add a node."""
         has = amounts_of(capacity, cpu_factor=self._cpu_factor)
-        room = self.rooms.setdefault(node_id, Room(node_id=node_id, has=has))
-        room.has, room.is_open = has, is_open
-        room.ends_at = math.inf if ends_in_s is None else time.monotonic() + ends_in_s
+        ends_at = math.inf if ends_in_s is None else time.monotonic() + ends_in_s
+        self.rooms[node_id] = Room(node_id=node_id, has=has, ends_at=ends_at)
 
     def drop_room(self, node_id: str) -> list[Session]:
         """Forget a node; return the sessions that had slots there."""
-        room = self.rooms.get(node_id)
-        taken = list(room.taken.values()) if room else []
+        taken = list(self.rooms[node_id].taken.values())
         for session in taken:
             self.release(session)
-        self.rooms.pop(node_id, None)
+        del self.rooms[node_id]
         return taken
-
-    def assign(self, session: Session, node_id: str) -> None:
-        """Give a session a slot of a node, even if none is free: its sandbox may be there already."""
-        room = self.rooms.get(node_id)
-        if room is None or session.runtime_id in room.taken:
-            return
-        room.taken[session.runtime_id] = session
-        self._count(session, room, 1)
 
     def release(self, session: Session) -> None:
         """Free the slot of a session. No-op if it has none."""
         for room in self.rooms.values():
             if room.taken.pop(session.runtime_id, None) is not None:
-                self._count(session, room, -1)
+                self._count(room, session, -1)
 
     def take(self) -> list[tuple[Session, str]]:
         """Give slots to the next sessions and unqueue them; return each with its node's id."""
         placed: list[tuple[Session, str]] = []
-        kept: set[str] = set()
-        passed: set[str] = set()
-        while head := self._next_head(passed):
+        heads: dict[str, Session] = {}
+        for session in self:
+            heads.setdefault(session.owner, session)
+        while heads:
+            owner = min(heads, key=self._dominant_share)
+            head = heads.pop(owner)
             wanted = needs_of(head.slot)
-            open_rooms = [room for room in self.rooms.values() if room.is_open and room.node_id not in kept]
-            room = self._best_room(head, wanted, open_rooms)
-            if room is None:
-                passed.add(head.owner)
-                possible = [room for room in open_rooms if room.could_fit(wanted)]
-                if possible and time.monotonic() - head.begun_at > PATIENCE_S:
-                    # It has waited long: the node with the most free is kept until it has room.
-                    kept.add(max(possible, key=Room.free_share).node_id)
+            rooms = [room for room in self.rooms.values() if room.is_open and room.fits(wanted)]
+            if not rooms:
+                # Its owner's next request waits behind it; other owners may pass.
                 continue
+            room = min(rooms, key=lambda one: one.share_left(wanted))
             self.remove(head)
-            self.assign(head, room.node_id)
+            room.taken[head.runtime_id] = head
+            self._count(room, head, 1)
             placed.append((head, room.node_id))
+            if (following := next((one for one in self if one.owner == owner), None)) is not None:
+                heads[owner] = following
         return placed
 
     def explain_impossible(self, slot: Slot) -> str:
         """Explain why no node could ever hold a slot; empty if one could, or if there is no node."""
         wanted = needs_of(slot)
         rooms = list(self.rooms.values())
-        if not rooms or any(room.could_fit(wanted) for room in rooms):
+        lacks = [[name for name in RESOURCES if wanted[name] > room.has[name] + _ROUNDING] for room in rooms]
+        if not all(lacks):
             return ""
-        most = {name: max(room.has[name] for room in rooms) for name in RESOURCES}
         short = [
-            f"{name} {wanted[name]:g} of {most[name]:g}"
-            for name in RESOURCES
-            if wanted[name] > most[name] + _ROUNDING
+            f"node {room.node_id} has {name} {room.has[name]:g} of {wanted[name]:g}"
+            for room, names in zip(rooms, lacks, strict=True)
+            for name in names
         ]
-        return "no node can ever hold it: " + (", ".join(short) or "no single node has enough of everything")
+        return f"no node can ever hold it: {', '.join(short)}" if short else ""
 
-    def _next_head(self, passed: set[str]) -> Session | None:
-        heads = [sessions[0] for owner, sessions in self._waiting.items() if owner not in passed]
-        if len(heads) < 2:
-            return heads[0] if heads else None
-        total = {name: sum(room.has[name] for room in self.rooms.values()) for name in RESOURCES}
-        return min(heads, key=lambda head: (self._dominant_share(head.owner, total), head.arrival))
+    def _dominant_share(self, owner: str) -> float:
+        rooms = self.rooms.values()
+        return max(
+            self._owned[owner, name] / (sum(room.has[name] for room in rooms) or 1.0) for name in RESOURCES
+        )
 
-    def _dominant_share(self, owner: str, total: Amounts) -> float:
-        owned = self._owned.get(owner, {})
-        return max((amount / total[name] for name, amount in owned.items() if total[name]), default=0.0)
-
-    def _best_room(self, session: Session, wanted: Amounts, open_rooms: list[Room]) -> Room | None:
-        rooms = [room for room in open_rooms if room.fits(wanted)]
-        needed_until = time.monotonic() + max(session.request.lifetime_s, self._min_left_s)
-        lasting = [room for room in rooms if room.ends_at >= needed_until]
-        if not lasting:
-            return max(rooms, key=lambda room: room.ends_at, default=None)
-        return min(lasting, key=lambda room: room.free_share(wanted))
-
-    def _count(self, session: Session, room: Room, sign: int) -> None:
-        owned = self._owned.setdefault(session.owner, dict.fromkeys(RESOURCES, 0.0))
+    def _count(self, room: Room, session: Session, sign: int) -> None:
         for name, amount in needs_of(session.slot).items():
             room.used[name] += sign * amount
-            owned[name] += sign * amount
-        if not any(amount > _ROUNDING for amount in owned.values()):
-            del self._owned[session.owner]
-
-
-def _by_arrival(session: Session) -> int:
-    return session.arrival
+            self._owned[session.owner, name] += sign * amount

@@ -14,7 +14,8 @@ from strop.errors import SandboxLost, SandboxRefused
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.runtime.contract import SERVICE_KEY_HEADER
-from strop.runtime.service_dir import ServiceDir, backend_words, read_key, serve_argv
+from strop.runtime.keys import read_keys
+from strop.runtime.service_dir import ServiceDir, backend_words, serve_argv
 from strop.spec.sandboxing import RuntimeSpec
 
 _SERVICE_LIMIT_S = 300.0
@@ -44,7 +45,7 @@ class RuntimeRole:
 
     async def _find(self) -> Endpoint | None:
         if self._spec.url is not None and self._spec.key_file is not None:
-            endpoint = Endpoint(url=self._spec.url, key=read_key(Path(self._spec.key_file)))
+            endpoint = Endpoint(url=self._spec.url, key=read_keys(Path(self._spec.key_file))[-1].key)
             await _require_service(endpoint)
             return endpoint
         if self._spec.serve == "none":

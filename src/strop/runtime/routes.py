@@ -1,58 +1,36 @@
 """The service's routes, those of OpenHands' client and a few of strop's own.
 
-Each reads a request, asks `Service`, and answers with records. Metrics are in Prometheus' text format 0.0.4.
+Each reads a request, asks `Service`, and answers with records. Every refusal is `{"detail": ...}`, and no
+answer is a redirect. Metrics are in Prometheus' text format 0.0.4.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from strop.runtime.contract import SERVICE_KEY_HEADER, FailureKind, StartRequest, State
-from strop.runtime.keys import ANYONE, KeyRing
+from strop.runtime.keys import ANYONE, Key, find_owner
 from strop.runtime.queue import RESOURCES
 from strop.runtime.service import Service
-from strop.runtime.web import Guard, Scope, header_of, make_app
 
 MAX_LEASE_S = 7 * 24 * 3600.0
 MAX_BODY_BYTES = 256 << 10
-BODY_LIMIT_S = 20.0
-_PREFIX = "strop_runtime"
-_METRICS = {
-    "sandboxes": ("gauge", "Live sandboxes, by state and node."),
-    "queue_length": ("gauge", "Sandboxes that wait for a slot."),
-    "queue_age_seconds": ("gauge", "Age of the oldest waiting sandbox."),
-    "nodes": ("gauge", "Nodes, by whether they take new sandboxes."),
-    "node_capacity": ("gauge", "Resources of a node; processors times the promised factor."),
-    "node_used": ("gauge", "Resources that its sandboxes take."),
-    "starts_total": ("counter", "Sandboxes that clients requested."),
-    "ready_total": ("counter", "Times that a sandbox became ready."),
-    "ready_after_seconds_sum": ("counter", "Seconds from request to first readiness, summed over sandboxes."),
-    "stops_total": ("counter", "Sandboxes that clients or limits stopped."),
-    "expired_total": ("counter", "Sandboxes that a limit stopped."),
-    "failures_total": ("counter", "Sandboxes that failed, by kind."),
-    "pauses_total": ("counter", "Sandboxes that were paused."),
-    "resumes_total": ("counter", "Sandboxes that were resumed."),
-    "orders_failed_total": ("counter", "Orders that a node did not take."),
-    "nodes_lost_total": ("counter", "Nodes that were lost."),
-    "bugs_total": ("counter", "Unexpected exceptions; the log has them."),
-}
-_COUNTS = {
+_COUNTERS = {
     "starts_total": "starts",
     "ready_total": f"entered_{State.READY}",
-    "ready_after_seconds_sum": "ready_after_s",
     "stops_total": f"entered_{State.STOPPED}",
     "expired_total": "expired",
-    "pauses_total": "pauses",
-    "resumes_total": "resumes",
-    "orders_failed_total": "orders_failed",
     "nodes_lost_total": "nodes_lost",
-    "bugs_total": "bugs",
 }
+"""Metrics of the service's counters of events."""
 
 
 class LeaseCall(BaseModel):
@@ -70,32 +48,25 @@ class RuntimeCall(BaseModel):
 
 
 def _owner_of(request: Request) -> str:
-    return str(request.scope["owner"])
+    return str(request.state.owner)
 
 
 Owner = Annotated[str, Depends(_owner_of)]
 Record = dict[str, Any]
 
 
-def guard(app: FastAPI, keys: KeyRing | None) -> Guard:
-    """Return an application that asks for a key; None: for none."""
+def build_app(service: Service, keys: list[Key] | None) -> FastAPI:
+    """Return the application with all routes. It asks for one of the keys, which may change; None: none."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
 
-    def admit(scope: Scope) -> None:
-        if scope["path"] == "/health":
-            return
-        # Prometheus sends a key from a file as a bearer token.
-        bearer = header_of(scope, "authorization").partition("Bearer ")[2]
-        key = header_of(scope, SERVICE_KEY_HEADER) or bearer
-        scope["owner"] = ANYONE if keys is None else keys.owner_of(key)
-        if scope["owner"] is None:
-            raise HTTPException(401, "Unauthorized")
+    @app.middleware("http")
+    async def admit(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        return _find_refusal(request, keys) or await go_on(request)
 
-    return Guard(app, admit=admit, max_body_bytes=MAX_BODY_BYTES, body_limit_s=BODY_LIMIT_S)
-
-
-def build_app(service: Service) -> FastAPI:
-    """Return the application with all routes."""
-    app = make_app()
+    @app.exception_handler(RequestValidationError)
+    async def explain(_: Request, error: RequestValidationError) -> Response:
+        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        return JSONResponse({"detail": faults.encode(errors="replace").decode()}, status_code=422)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -138,11 +109,10 @@ def build_app(service: Service) -> FastAPI:
         return {
             "nodes": [
                 {
-                    **node.facts.model_dump(mode="json", exclude={"last_used_s", "metrics"}),
+                    **node.facts.model_dump(mode="json"),
                     "node_id": node_id,
-                    "is_open": node.is_open,
+                    "is_open": rooms[node_id].is_open,
                     "num_sandboxes": len(rooms[node_id].taken),
-                    "used": rooms[node_id].used,
                 }
                 for node_id, node in service.nodes.items()
             ],
@@ -155,46 +125,58 @@ def build_app(service: Service) -> FastAPI:
     return app
 
 
+def _find_refusal(request: Request, keys: list[Key] | None) -> Response | None:
+    """Note the owner of a request's key; return a refusal for a stranger, and for a long body.
+
+    It is decided before the body is read.
+    """
+    # Prometheus sends a key from a file as a bearer token.
+    bearer = request.headers.get("authorization", "").partition("Bearer ")[2]
+    key = request.headers.get(SERVICE_KEY_HEADER) or bearer
+    request.state.owner = ANYONE if keys is None else find_owner(keys, key)
+    if request.state.owner is None and request.url.path != "/health":
+        return _refuse(401, "Unauthorized")
+    if "transfer-encoding" in request.headers:
+        return _refuse(411, "a body of an unknown length")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        return _refuse(413, f"a body of more than {MAX_BODY_BYTES} bytes")
+    return None
+
+
 def render_metrics(service: Service) -> str:
-    """Return all metrics: the service's, then those of its hosts."""
-    by_state = Counter((session.state.value, session.node_id) for session in service.alive.values())
-    waiting_since = [session.begun_at for session in service.admission]
-    age = time.monotonic() - min(waiting_since) if waiting_since else 0.0
-    is_open = Counter(str(node.is_open).lower() for node in service.nodes.values())
+    """Return all metrics."""
+    by_state = Counter((one.state.value, one.node_id) for one in service.alive.values())
+    oldest = next(iter(service.admission), None)
     rooms = service.admission.rooms.values()
-    samples: dict[str, list[tuple[str, float]]] = {
+    counts = service.counts
+    gauges: dict[str, list[tuple[str, float]]] = {
         "sandboxes": [(_labels(state=state, node=node), n) for (state, node), n in sorted(by_state.items())],
         "queue_length": [("", len(service.admission))],
-        "queue_age_seconds": [("", age)],
-        "nodes": [(_labels(open=word), is_open[word]) for word in ("true", "false")],
+        "queue_age_seconds": [("", time.monotonic() - oldest.begun_at if oldest else 0.0)],
         "node_capacity": [
-            (_labels(node=room.node_id, resource=name), room.has[name])
-            for room in rooms
-            for name in RESOURCES
+            (_labels(node=one.node_id, resource=r), one.has[r]) for one in rooms for r in RESOURCES
         ],
         "node_used": [
-            (_labels(node=room.node_id, resource=name), room.used[name])
-            for room in rooms
-            for name in RESOURCES
+            (_labels(node=one.node_id, resource=r), one.used[r]) for one in rooms for r in RESOURCES
         ],
-        "failures_total": [
-            (_labels(kind=kind.value), service.counts[f"failed_{kind.value}"]) for kind in FailureKind
-        ],
-        **{name: [("", service.counts[key])] for name, key in _COUNTS.items()},
+    }
+    counters: dict[str, list[tuple[str, float]]] = {
+        "failures_total": [(_labels(kind=kind), counts[f"failed_{kind}"]) for kind in FailureKind],
+        **{name: [("", counts[event])] for name, event in _COUNTERS.items()},
     }
     lines = []
-    for name, (kind, text) in _METRICS.items():
-        lines += [f"# HELP {_PREFIX}_{name} {text}", f"# TYPE {_PREFIX}_{name} {kind}"]
-        lines += [f"{_PREFIX}_{name}{labels} {value:.10g}" for labels, value in samples[name]]
-    of_hosts = Counter[str]()
-    for node in service.nodes.values():
-        of_hosts.update(node.facts.metrics)
-    lines += [f"{name} {value:.10g}" for name, value in sorted(of_hosts.items())]
+    for kind, metrics in (("gauge", gauges), ("counter", counters)):
+        for name, samples in metrics.items():
+            lines.append(f"# TYPE strop_runtime_{name} {kind}")
+            lines += [f"strop_runtime_{name}{labels} {value:.10g}" for labels, value in samples]
     return "\n".join(lines) + "\n"
 
 
 def _labels(**values: str) -> str:
-    def escape(value: str) -> str:
-        return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    """Return the labels of a sample. Names of nodes are the machines' own, and need no escapes."""
+    return "{" + ",".join(f'{name}="{value}"' for name, value in values.items()) + "}"
 
-    return "{" + ",".join(f'{name}="{escape(value)}"' for name, value in values.items()) + "}"
+
+def _refuse(status: int, why: str) -> Response:
+    # The rest of its request is not read.
+    return JSONResponse({"detail": why}, status_code=status, headers={"connection": "close"})

@@ -10,40 +10,41 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import platform
 import resource
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from logging.handlers import RotatingFileHandler
-from pathlib import Path
-from typing import Any
 
+import uvicorn
+from fastapi import FastAPI
 from pydantic import TypeAdapter, ValidationError
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from strop.errors import CheckRefused, ConfigError
 from strop.hardware.ports import LOOPBACK
 from strop.io.endpoints import Endpoint
 from strop.io.lock import FileLock
+from strop.runtime.gate import Connections, hold_listener
 from strop.runtime.host import HostSettings, SandboxHost
-from strop.runtime.keys import KeyRing, open_keys, require_keys_or_loopback
+from strop.runtime.keys import open_keys, read_keys, require_keys_or_loopback
 from strop.runtime.making import MakeSettings
-from strop.runtime.ports import Gate
-from strop.runtime.routes import build_app, guard
+from strop.runtime.routes import build_app
 from strop.runtime.service import Policy, Service
 from strop.runtime.service_dir import ServiceDir
-from strop.runtime.web import HttpFace
 from strop.sandbox.allowlist import ALLOWED, parse_network
 from strop.sandbox.local import shown_folders
 
+MAX_CLIENTS = 4096
+"""Connections of clients and strangers together; a `Gate` says which is cut off beyond."""
 _TICK_S = 1.0
-_EVENT_LOG_BYTES = 64 << 20
-_EVENT_DELAY_S = 0.1
-_MAX_CLIENTS = 10_000
+_KEEP_ALIVE_S = 75
+"""Longer than any client keeps an idle connection; else a client may send into a connection that closes."""
 _log = logging.getLogger("strop.runtime.serve")
 
 
@@ -52,7 +53,7 @@ class ServeOptions:
     """Options of a service."""
 
     folder: ServiceDir
-    """Holds the event log, the keys and the address of this service alone."""
+    """Holds the keys and the address of this service alone."""
     host: HostSettings
     address: str = LOOPBACK
     port: int = 0
@@ -85,30 +86,25 @@ async def serve(options: ServeOptions, on_ready: Callable[[Endpoint, Service], N
         folder.retire()
         keys = None if options.disable_auth else open_keys(folder.keys_path, "default")
         _raise_descriptor_limit()
-        log = EventLog(folder.path / "events.jsonl")
-        stack.callback(log.close)
-        service = Service(policy=options.policy, address=options.address, write_event=log.write)
+        listener = stack.enter_context(hold_listener(options.address, options.port))
+        service = Service(policy=options.policy, address=options.address)
         await _open_hosts(options, service, stack)
-        face = HttpFace(guard(build_app(service), keys))
-        stack.push_async_callback(face.close)
-
-        async def connect() -> asyncio.Protocol:
-            return face.protocol()
-
-        gate = await Gate.listen(connect, host=options.address, port=options.port)
-        stack.push_async_callback(gate.close)
-        gate.max_connections = _MAX_CLIENTS
-        if keys is not None:
-            gate.is_known = keys.is_in
-        ticking = asyncio.create_task(_tick(service, keys))
-        stack.callback(ticking.cancel)
-        endpoint = Endpoint(url=gate.url, key="" if keys is None else keys.newest)
+        url = f"http://{options.address}:{listener.getsockname()[1]}"
+        endpoint = Endpoint(url=url, key=keys[-1].key if keys else "")
+        await stack.enter_async_context(_answering(build_app(service, keys), listener))
         folder.announce(endpoint)
         # First of all, so that nobody finds a service that ends.
         stack.callback(folder.retire)
-        _log.info("listening on %s", gate.url)
+        _log.info("listening on %s", url)
         on_ready(endpoint, service)
-        await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            service.tick()
+            if keys is not None:
+                try:
+                    keys[:] = read_keys(folder.keys_path)
+                except ConfigError as error:
+                    _log.warning("keys stay as they were: %s", error)
 
 
 async def _open_hosts(options: ServeOptions, service: Service, stack: AsyncExitStack) -> None:
@@ -116,7 +112,7 @@ async def _open_hosts(options: ServeOptions, service: Service, stack: AsyncExitS
     if options.num_nodes == 1:
         stack.push_async_callback(service.close)
         host = SandboxHost(options.host)
-        service.add_host(platform.node(), host, await host.open(), is_here=True)
+        service.add_host(platform.node(), host, await host.open())
         return
     # Imported here: one machine needs no Ray.
     from strop.runtime.cluster import RayHosts
@@ -127,16 +123,70 @@ async def _open_hosts(options: ServeOptions, service: Service, stack: AsyncExitS
     await hosts.start()
 
 
+@asynccontextmanager
+async def _answering(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+    """Answer clients, whose connections are bounded, until the end of the block."""
+    connections = Connections(MAX_CLIENTS)
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            connections.note_use(transport)
+            super().connection_made(transport)
+
+        def data_received(self, data: bytes) -> None:
+            connections.note_use(self.transport)
+            super().data_received(data)
+
+        def connection_lost(self, error: Exception | None) -> None:
+            connections.forget(self.transport)
+            super().connection_lost(error)
+
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+    )
+    config.load()
+    state = ServerState()
+    # Not by `uvicorn.Server`, which takes over this process's signals.
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Bounded(config=config, server_state=state, app_state={}), sock=listener
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        connections.cut_all()
+        for task in state.tasks:
+            task.cancel()
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+
+
 async def serve_until_signal(options: ServeOptions, on_ready: Callable[[Endpoint], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises: as `serve`."""
-    serving = asyncio.create_task(serve(options, lambda endpoint, _: on_ready(endpoint)))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, partial(_cancel_once, serving))
+
+    def begin(endpoint: Endpoint, _: Service) -> None:
+        # Ray has put its own handler in front, which recurses without end if it was put there twice.
+        _cancel_on_signal(serving)
+        on_ready(endpoint)
+
+    serving = asyncio.create_task(serve(options, begin))
+    _cancel_on_signal(serving)
     # Imported modules never become garbage, and many starts at once allocate long-lived objects.
     gc.freeze()
     gc.set_threshold(50_000)
     with suppress(asyncio.CancelledError):
         await serving
+
+
+def _cancel_on_signal(task: asyncio.Task[None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, partial(_cancel_once, task))
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:
@@ -162,9 +212,7 @@ def read_host_settings(
     *,
     backends: Sequence[str] = (),
     network: str = "none",
-    image_dirs: Sequence[Path] = (),
     registries: Sequence[str] = (),
-    warm: Sequence[str] = (),
 ) -> HostSettings:
     """Return the settings of hosts. Raises: ConfigError for an option that cannot be."""
     try:
@@ -173,35 +221,16 @@ def read_host_settings(
         raise ConfigError(
             f"network {network!r}: {error}", allowed=ALLOWED, next_step="give one of them"
         ) from error
-    numbers = {}
-    for word in warm:
-        image, _, number = word.rpartition("=")
-        if not image or not number.isdecimal():
-            raise ConfigError(f"--warm {word}", allowed="IMAGE=N, such as host=8", next_step="give it so")
-        numbers[image] = int(number)
-    folders = tuple(path.resolve() for path in image_dirs)
     keys_path = folder.keys_path.resolve()
-    holding = [path for path in (*folders, *map(Path, shown_folders())) if keys_path.is_relative_to(path)]
-    for path in (*holding, *(path for path in folders if not path.is_dir())):
-        raise ConfigError(
-            f"{path}, which sandboxes see, {'has the service' if path in holding else 'is no directory'}",
-            allowed="directories that have images and no keys, and a service that no sandbox sees",
-            next_step="name others with --image-dir, or another folder for the service with --dir",
-        )
-    return HostSettings(
-        make=MakeSettings(
-            backends=tuple(backends), network=network, image_dirs=tuple(map(str, folders)), warm=numbers
-        ),
-        registries=tuple(registries),
-    )
-
-
-async def _tick(service: Service, keys: KeyRing | None) -> None:
-    while True:
-        await asyncio.sleep(_TICK_S)
-        service.tick()
-        if keys is not None and (problem := keys.refresh()):
-            _log.warning("keys stay as they were: %s", problem)
+    for shown in shown_folders():
+        if keys_path.is_relative_to(shown):
+            raise ConfigError(
+                f"{keys_path} is in {shown}, which sandboxes see",
+                allowed="a folder of the service that no sandbox sees",
+                next_step="name another one with --dir",
+            )
+    make = MakeSettings(backends=tuple(backends), network=network, registries=tuple(registries))
+    return HostSettings(make=make)
 
 
 def _raise_descriptor_limit() -> None:
@@ -210,28 +239,3 @@ def _raise_descriptor_limit() -> None:
     if soft != hard:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-class EventLog(RotatingFileHandler):
-    """A log of one JSON line for each transition, in files of bounded size."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=_EVENT_LOG_BYTES, backupCount=2)
-        self._lines: list[str] = []
-
-    def write(self, facts: dict[str, Any]) -> None:
-        """Queue a line; it is in the file 0.1 s later."""
-        if not self._lines:
-            asyncio.get_running_loop().call_later(_EVENT_DELAY_S, self.write_out)
-        self._lines.append(json.dumps(facts))
-
-    def write_out(self) -> None:
-        """Write the queued lines."""
-        if self._lines:
-            self.emit(logging.makeLogRecord({"msg": "\n".join(self._lines)}))
-            self._lines.clear()
-
-    def close(self) -> None:
-        """Write the queued lines and close the file."""
-        self.write_out()
-        super().close()

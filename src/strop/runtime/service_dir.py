@@ -5,13 +5,12 @@ The service writes its address once it listens. The workers of a run wait for th
 
 from __future__ import annotations
 
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from strop.errors import CheckRefused, ConfigError
+from strop.errors import CheckRefused
 from strop.io.endpoints import RUNTIME, Endpoint, read_endpoint, withdraw, write_endpoint
 
 START_LIMIT_S = 600.0
@@ -84,28 +83,3 @@ def serve_argv(python: str, folder: str, *words: str) -> tuple[str, ...]:
 def backend_words(backend: str) -> tuple[str, ...]:
     """Return the option that chooses a backend; none for `auto`."""
     return () if backend == "auto" else ("--backend", backend)
-
-
-def read_key(path: Path) -> str:
-    """Return the newest key of a file: the last word of its last line. The owner's name may precede it.
-
-    Raises: ConfigError if the file cannot be read, others can read it, or it has no key.
-    """
-    try:
-        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _bad_key(path, f"cannot be read ({error})") from error
-    if mode & 0o077:
-        raise _bad_key(path, f"has mode {mode:04o}, so others can read it")
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    if not lines:
-        raise _bad_key(path, "has no key")
-    return lines[-1][-1]
-
-
-def _bad_key(path: Path, fault: str) -> ConfigError:
-    return ConfigError(
-        f"key file {path} {fault}",
-        allowed="a file of mode 0600 with a key in its last line",
-        next_step="name the file that the service has made",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from functools import partial
@@ -17,7 +16,7 @@ from strop.launch.contract import JobState
 from strop.launch.job_dir import job_path_of, read_ref
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
-from strop.runtime.server_plane import OPENHANDS
+from strop.runtime.agent_server import OPENHANDS
 from strop.runtime.service_dir import ServiceDir
 from strop.store.python_environment import KEEP_BYTECODE
 from tests.conftest import require_system_part
@@ -60,10 +59,6 @@ def test_a_service_on_two_nodes_serves_goes_on_without_one_and_leaves_nothing(
     site.wait_for(ref, JobState.CANCELLED, JobState.SUCCEEDED)
     wait_for(lambda: processes_of(home), lambda found: not found)
     assert folder.find() is None
-    states = [
-        json.loads(line).get("state") for line in (folder.path / "events.jsonl").read_text().splitlines()
-    ]
-    assert states.count("ready") > 5
 
 
 def follow_the_page(endpoint: Endpoint, folder: ServiceDir) -> None:
@@ -158,8 +153,7 @@ def test_a_training_job_brings_its_sandboxes_on_its_cpu_nodes(
     ref = read_ref(job_path_of(home))
     status = site.wait_for(ref, *ALL_ENDS, limit_s=300.0)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    events = [json.loads(line) for line in (home / "runtime" / "events.jsonl").read_text().splitlines()]
-    assert [event.get("state") for event in events].count("ready") == 1, events
     rewards = {rollout.outcome.reward for rollout in read_rollouts(RunDir.open(home).rollouts_path(1))}
+    assert rewards
     assert rewards <= {0.0, 0.25, 0.5, 0.75, 1.0}
     wait_for(lambda: processes_of(home), lambda found: not found)

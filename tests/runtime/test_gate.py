@@ -6,9 +6,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
-from strop.runtime.ports import Gate, hold_listener, splice, splice_to
+from strop.runtime import gate as of_gates
+from strop.runtime.gate import Connect, Gate, dial, hold_listener
 
 CHUNK_BYTES = 64 << 10
 HEAD = b"GET /one HTTP/1.1\r\n\r\n"
@@ -36,18 +35,19 @@ async def echo_server() -> AsyncIterator[tuple[str, int]]:
 
 
 @asynccontextmanager
-async def relay_to_echo(*, max_connections: int = 256) -> AsyncIterator[Gate]:
-    async with echo_server() as (host, port):
+async def gate_of(connect: Connect) -> AsyncIterator[Gate]:
+    gate = Gate(connect, "127.0.0.1")
+    await gate.open()
+    try:
+        yield gate
+    finally:
+        await gate.close()
 
-        async def connect() -> asyncio.Protocol:
-            return await splice_to(gate.note_use, host, port)
 
-        gate = await Gate.listen(connect)
-        gate.max_connections = max_connections
-        try:
-            yield gate
-        finally:
-            await gate.close()
+@asynccontextmanager
+async def gate_to_echo() -> AsyncIterator[Gate]:
+    async with echo_server() as (host, port), gate_of(lambda: dial(f"http://{host}:{port}")) as gate:
+        yield gate
 
 
 def test_small_writes_do_not_wait_for_each_other() -> None:
@@ -59,7 +59,7 @@ def test_small_writes_do_not_wait_for_each_other() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def refuse() -> asyncio.Protocol:
+async def refuse() -> socket.socket:
     raise ConnectionError("it is paused")
 
 
@@ -73,8 +73,8 @@ async def ask(relay: Gate, request: bytes) -> bytes:
 
 
 async def test_a_relay_passes_bytes_on_and_keeps_half_a_connection_open() -> None:
-    async with relay_to_echo() as relay:
-        before = relay.last_used_at
+    async with gate_to_echo() as relay:
+        before = relay.connections.last_used_at
         sent = HEAD + bytes(range(256)) * 40_000
         reader, writer = await asyncio.open_connection(relay.host, relay.port)
 
@@ -89,40 +89,31 @@ async def test_a_relay_passes_bytes_on_and_keeps_half_a_connection_open() -> Non
         writer.close()
         # The client had ended its side long before the last byte came back.
         assert answer == sent + b"the end"
-        assert relay.last_used_at > before
+        assert relay.connections.last_used_at > before
         assert relay.url == f"http://127.0.0.1:{relay.port}"
 
 
-async def test_a_port_where_nothing_listens_is_not_its_own_answer() -> None:
-    with socket.socket() as connection:
-        connection.bind(("127.0.0.1", 0))
-        connection.connect(connection.getsockname())
-        with pytest.raises(ConnectionRefusedError):
-            await splice(lambda: None, connection)
-
-
 async def test_what_cannot_be_dialed_is_answered_with_503_and_the_reason() -> None:
-    relay = await Gate.listen(refuse)
-    answer = await ask(relay, b"POST / HTTP/1.1\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000)
+    async with gate_of(refuse) as relay:
+        answer = await ask(relay, b"POST / HTTP/1.1\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503 ")
     assert json.loads(body) == {"detail": "it is paused"}
-    await relay.close()
 
 
 async def test_disconnecting_ends_connections_and_keeps_the_port() -> None:
-    async with relay_to_echo() as relay:
+    async with gate_to_echo() as relay:
         reader, writer = await asyncio.open_connection(relay.host, relay.port)
         writer.write(HEAD)
         assert await reader.readexactly(len(HEAD)) == HEAD
-        relay.disconnect()
+        relay.connections.cut_all()
         assert await reader.read() == b""
         writer.close()
         assert await ask(relay, HEAD) == HEAD + b"the end"
 
 
 async def test_a_closed_gate_gives_its_port_back_and_it_can_be_held_again() -> None:
-    async with relay_to_echo() as relay:
+    async with gate_to_echo() as relay:
         reader, writer = await asyncio.open_connection(relay.host, relay.port)
         writer.write(HEAD)
         assert await reader.readexactly(len(HEAD)) == HEAD
@@ -131,24 +122,53 @@ async def test_a_closed_gate_gives_its_port_back_and_it_can_be_held_again() -> N
         assert await reader.read() == b""
         writer.close()
         # Its connections are in TIME_WAIT; the next holder does not wait for them.
-        again = await Gate.listen(refuse, port=relay.port)
-        assert again.port == relay.port
-        await again.close()
+        hold_listener("127.0.0.1", relay.port).close()
 
 
-async def test_connections_beyond_the_limit_are_refused_and_others_served() -> None:
-    async with relay_to_echo(max_connections=1) as relay:
-        reader, writer = await asyncio.open_connection(relay.host, relay.port)
-        writer.write(HEAD)
-        assert await reader.readexactly(len(HEAD)) == HEAD
-        assert (await ask(relay, b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
-        writer.write(b"two")
-        assert await reader.read(3) == b"two"
+async def test_beyond_the_limit_the_idlest_connection_of_the_peer_with_most_is_cut() -> None:
+    async with gate_to_echo() as relay:
+        relay.connections = of_gates.Connections(3)
+        streams = []
+        # A peer of its own address, which has one connection, keeps it though it is the idlest.
+        for host in ("127.0.0.2", "127.0.0.1", "127.0.0.1"):
+            reader, writer = await asyncio.open_connection(relay.host, relay.port, local_addr=(host, 0))
+            writer.write(HEAD)
+            assert await reader.readexactly(len(HEAD)) == HEAD
+            streams.append((reader, writer))
+        # The second is used, so that the third is idler.
+        streams[1][1].write(b"two")
+        assert await streams[1][0].read(3) == b"two"
+        assert await ask(relay, HEAD) == HEAD + b"the end"
+        assert await streams[2][0].read() == b""
+        for reader, writer in streams[:2]:
+            writer.write(b"kept")
+            assert await reader.read(4) == b"kept"
+            writer.close()
+        streams[2][1].close()
+
+
+async def test_a_client_that_goes_away_ends_the_connection_inside() -> None:
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # It never answers.
+        await reader.read()
+        ended.set()
         writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, gate_of(lambda: dial(url)) as gate:
+        _, writer = await asyncio.open_connection(gate.host, gate.port)
+        writer.write(HEAD)
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        async with asyncio.timeout(5.0):
+            await ended.wait()
 
 
 async def test_who_does_not_read_lets_the_sender_wait() -> None:
-    async with relay_to_echo() as relay:
+    async with gate_to_echo() as relay:
         _, writer = await asyncio.open_connection(relay.host, relay.port)
         writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
 

@@ -1,35 +1,19 @@
-"""A server inside a sandbox, started with the client's command and reached from outside through its port.
-
-The server is the image's own, or OpenHands' agent server, mounted read-only with its Python. Each connection
-to the sandbox's address is passed on to the port from inside the sandbox, which therefore needs no network.
-"""
+"""OpenHands' agent server, injected read-only with its Python into sandboxes whose image has none."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
-import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from strop.errors import SandboxError, SandboxLost, given_of
-from strop.runtime.contract import INSIDE_PORT, FailureKind, Order, StartRequest
-from strop.runtime.planes import SandboxFailed, lost_as_failure
-from strop.runtime.ports import splice
-from strop.sandbox.contract import ExecKind, Mount
-from strop.sandbox.following import Job
-from strop.sandbox.local import LocalSandbox
+from strop.runtime.contract import Order, StartRequest
+from strop.sandbox.contract import Mount
 from strop.store.python_environment import PythonEnvironment
 
 _AGENT_WORDS = ("openhands-agent-server", "openhands.agent_server", "agent-server")
-_OPENED_AT_ONCE = 32
-"""A sandbox refuses more than 64: strangers would then have its owner refused."""
-_LOG_BYTES = 16 << 10
-_SHOWN_LINES = 40
 _LIBRARIES = "/.strop-libraries"
 _OF_GLIBC = frozenset({"libc", "libm", "libdl", "librt", "libpthread", "libresolv", "libutil"})
 """The image's own are used: parts of one glibc do not work with those of another."""
@@ -46,86 +30,6 @@ OPENHANDS = PythonEnvironment(
     first_program="import os; os.environ['LITELLM_LOCAL_MODEL_COST_MAP'] = 'True'"
     "\nimport openhands.agent_server.api",
 )
-
-
-class ServerPlane:
-    """A server that runs in a sandbox."""
-
-    def __init__(self, sandbox: LocalSandbox, job: Job, port: int, note_use: Callable[[], None]) -> None:
-        self._sandbox = sandbox
-        self._note_use = note_use
-        self._port = port
-        self._log = b""
-        self._opening = asyncio.Semaphore(_OPENED_AT_ONCE)
-        self._end = asyncio.create_task(job.wait())
-        # `wait_ended` raises its error. If nobody waits, asyncio would log it.
-        self._end.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._reading = asyncio.create_task(self._read_log(job))
-
-    @classmethod
-    async def start(
-        cls,
-        sandbox: LocalSandbox,
-        order: Order,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        note_use: Callable[[], None],
-    ) -> ServerPlane:
-        """Start a server. `env` overrides the environment of the order; bytes of clients call `note_use`."""
-        port = INSIDE_PORT
-        if sandbox.isolation.network == "host":
-            # All such sandboxes share the node's ports.
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = int(probe.getsockname()[1])
-            argv = [str(port) if word == str(INSIDE_PORT) else word for word in argv]
-        env = {**server_environment(order, sandbox.scratch), **env}
-        cwd = await find_working_dir(sandbox, order.request)
-        return cls(sandbox, await sandbox.start(argv, env=env, cwd=cwd), port, note_use)
-
-    async def connect(self) -> asyncio.Protocol:
-        """Connect to the server's port inside the sandbox."""
-        try:
-            async with self._opening:
-                connection = await self._sandbox.connect(self._port)
-        except SandboxError as error:
-            raise ConnectionError(given_of(error)) from error
-        return await splice(self._note_use, connection)
-
-    async def wait_ended(self) -> SandboxFailed:
-        """Return when the server has ended, or the sandbox is lost."""
-        try:
-            result = await asyncio.shield(self._end)
-        except SandboxLost as lost:
-            return lost_as_failure(lost.kind, self._sandbox.client.lost_why)
-        with suppress(SandboxLost):
-            await self._reading
-        if result.kind is ExecKind.OOM:
-            kind, cause = FailureKind.TASK_OOM, "its server was killed for memory"
-        elif result.kind is ExecKind.NOT_STARTED:
-            kind = FailureKind.IMAGE_ERROR
-            cause = f"its command cannot be started: {result.stderr.decode(errors='replace').strip()}"
-        else:
-            how = f"exit code {result.exit_code}" if result.signal is None else f"signal {result.signal}"
-            kind, cause = FailureKind.AGENT_ERROR, f"its server ended with {how} ({result.kind.value})"
-        return SandboxFailed(kind, cause, exit_code=result.exit_code, log_tail=self.log_tail())
-
-    def log_tail(self) -> str:
-        """Return the server's last lines, of both streams as they came."""
-        lines = self._log.decode(errors="replace").splitlines()
-        return "\n".join(lines[-_SHOWN_LINES:])
-
-    async def close(self, why: str) -> None:
-        """Stop reading; the sandbox ends the server."""
-        tasks = (self._end, self._reading)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _read_log(self, job: Job) -> None:
-        with suppress(SandboxLost):
-            while (output := await job.read()) is not None:
-                self._log = (self._log + output.stdout + output.stderr)[-_LOG_BYTES:]
 
 
 def is_agent_server(request: StartRequest) -> bool:
@@ -150,15 +54,6 @@ def server_environment(order: Order, scratch: str) -> dict[str, str]:
         # Without it the server encrypts its files with the session key.
         "OH_SECRET_KEY": secrets.token_urlsafe(32),
     }
-
-
-async def find_working_dir(sandbox: LocalSandbox, request: StartRequest) -> str:
-    """Return the working directory of a request, created if it is missing; `/` if that fails."""
-    wanted = request.working_dir
-    if wanted == "/":
-        return wanted
-    made = await sandbox.exec(["mkdir", "-p", wanted], wall_limit_s=30.0)
-    return wanted if made.exit_code == 0 else "/"
 
 
 def injected_mounts(backend: str, image: str | None) -> tuple[Mount, ...]:
