@@ -1,9 +1,9 @@
 """What one busy program costs a training beside it, and what bounded spinning costs a training alone.
 
 A thread of OpenMP that waits for its partner spins. Beside a program that wants a core, the partner has to
-wait for one, and spinning keeps it from getting it. Three workers take real GRPO steps in turn, each of the
-same work: alone, alone with the spinning that GNU's OpenMP chooses by itself, and beside an endless loop of
-one thread. The second is never beside the loop, where its step would hardly end.
+wait for one, and spinning keeps it from getting it. Two workers take real GRPO steps in turn, each of the
+same work: one alone and beside an endless loop of one thread, the other alone with the spinning that GNU's
+OpenMP chooses by itself. Beside the loop its step would hardly end.
 
 In float32 and by AVX2, where a step has most parallel regions for its time.
 """
@@ -15,18 +15,17 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks import machine
 from benchmarks.cases import CASES, Case
 from benchmarks.figures import Figure, Measured
-from benchmarks.harness import Arm, ArmProcess, Protocol, Record
+from benchmarks.harness import ArmProcess, Protocol, Record
 from benchmarks.machine import AVX2
 from benchmarks.prompts import make_prompts, write_prompts
-from benchmarks.ratio import RatioSummary, summarize_ratios
+from benchmarks.ratio import summarize_ratios
 from benchmarks.rivals import strop_arm
 from strop.hardware import spawn, terminate
 
@@ -49,54 +48,33 @@ def busy_loop() -> Iterator[int]:
         terminate(process, 0.0)
 
 
-def build_arms() -> dict[str, Arm]:
-    """Return the three arms by name; they differ in how long OpenMP's threads spin, and in nothing else."""
-    bounded = strop_arm()
-    bounded = replace(bounded, settings={"dtype": "float32"}, environment={**bounded.environment, **AVX2})
-    # GNU OpenMP's default if neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c).
-    default = {**bounded.environment, "GOMP_SPINCOUNT": "300000"}
-    return {
-        ALONE: replace(bounded, name=ALONE),
-        DEFAULT: replace(bounded, name=DEFAULT, environment=default),
-        BESIDE: replace(bounded, name=BESIDE),
-    }
-
-
-def take_rounds(arms: Mapping[str, Arm], case: Case, protocol: Protocol) -> list[dict[str, Record]]:
-    """Have every arm take a step in each round, in an order that turns round; return the steps by arm.
+def take_rounds(case: Case, protocol: Protocol) -> list[dict[str, Record]]:
+    """Take steps in rounds, in an order that turns round; return the steps by name.
 
     Raises: ArmFailed if a worker ends early.
     """
-    workers: list[ArmProcess] = []
+    bounded = strop_arm()
+    bounded = replace(bounded, settings={"dtype": "float32"}, environment={**bounded.environment, **AVX2})
+    # GNU OpenMP's default if neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c).
+    default = replace(bounded, name="own", environment={**bounded.environment, "GOMP_SPINCOUNT": "300000"})
     rounds: list[dict[str, Record]] = []
-    with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
-        num_steps = protocol.num_pairs + protocol.num_warm_ups
+    with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder, ExitStack() as ending:
+        num_steps = 2 * (protocol.num_pairs + protocol.num_warm_ups)
         write_prompts(Path(folder) / "prompts.json", make_prompts(case, num_steps))
-        try:
-            for arm in arms.values():
-                workers.append(ArmProcess(arm, case, protocol, Path(folder)))
-                workers[-1].wait_until_ready()
-            for worker in workers:
-                for _ in range(protocol.num_warm_ups):
-                    worker.step()
-            for index in range(protocol.num_pairs):
-                machine.wait_until_quiet(protocol.quiet_wait_s)
-                rounds.append({one.arm.name: take_step(one) for one in workers[:: -1 if index % 2 else 1]})
-            return rounds
-        finally:
-            for worker in workers:
-                worker.close()
-
-
-def take_step(worker: ArmProcess) -> Record:
-    """Have a worker take a step, beside the loop if that is its arm."""
-    with busy_loop() if worker.arm.name == BESIDE else nullcontext():
-        return worker.step()
-
-
-def compare(rounds: Sequence[Mapping[str, Record]], arm: str, reference: str) -> RatioSummary:
-    """Return how many times as long an arm's step takes as another one's in the same round."""
-    return summarize_ratios([one[arm]["step_s"] / one[reference]["step_s"] for one in rounds])
+        one, other = (ArmProcess(arm, case, protocol, Path(folder)) for arm in (bounded, default))
+        for worker in (one, other):
+            ending.callback(worker.close)
+            worker.wait_until_ready()
+            for _ in range(protocol.num_warm_ups):
+                worker.step()
+        turns = [(ALONE, one), (DEFAULT, other), (BESIDE, one)]
+        for index in range(protocol.num_pairs):
+            machine.wait_until_quiet(protocol.quiet_wait_s)
+            rounds.append({})
+            for name, worker in turns[:: -1 if index % 2 else 1]:
+                with busy_loop() if name == BESIDE else nullcontext():
+                    rounds[-1][name] = worker.step()
+    return rounds
 
 
 def measure_busy(*, is_quick: bool, model_dir: Path) -> Measured:
@@ -107,26 +85,19 @@ def measure_busy(*, is_quick: bool, model_dir: Path) -> Measured:
         case = replace(CASE, num_prompts=2, group_size=2, max_new_tokens=8)
         # One thread waits for no other: beside other tests, two that spin without a bound would not end.
         protocol = Protocol(model_dir=model_dir, num_pairs=1, num_warm_ups=0, threads=1, quiet_wait_s=0.0)
-    arms = build_arms()
-    rounds = take_rounds(arms, case, protocol)
+    rounds = take_rounds(case, protocol)
     figures = [
-        _tell("step beside one busy loop by alone", rounds, (BESIDE, ALONE), MAX_BESIDE),
-        _tell("step with bounded spinning by OpenMP's own", rounds, (ALONE, DEFAULT), MAX_COST),
+        _compare("step beside one busy loop by alone", rounds, (BESIDE, ALONE), MAX_BESIDE),
+        _compare("step with bounded spinning by OpenMP's own", rounds, (ALONE, DEFAULT), MAX_COST),
     ]
-    return Measured(figures=figures, details=_describe(case, arms, rounds))
+    return Measured(figures=figures, details={"case": dataclasses.asdict(case), "rounds": rounds})
 
 
-def _tell(name: str, rounds: Sequence[Mapping[str, Record]], arms: tuple[str, str], at_most: float) -> Figure:
-    summary = compare(rounds, *arms)
-    return Figure(
-        name=name,
-        unit=f"({summary.low:.3f} to {summary.high:.3f})",
-        value=summary.median,
-        measured=tuple(one[arms[0]]["step_s"] / one[arms[1]]["step_s"] for one in rounds),
-        at_most=at_most,
-    )
-
-
-def _describe(case: Case, arms: Mapping[str, Arm], rounds: Sequence[Mapping[str, Record]]) -> dict[str, Any]:
-    environments = {name: arm.environment for name, arm in arms.items()}
-    return {"case": dataclasses.asdict(case), "environments": environments, "rounds": rounds}
+def _compare(
+    name: str, rounds: Sequence[Mapping[str, Record]], arms: tuple[str, str], at_most: float
+) -> Figure:
+    """Tell how many times as long the first arm's step takes as the other's in the same round."""
+    ratios = tuple(one[arms[0]]["step_s"] / one[arms[1]]["step_s"] for one in rounds)
+    summary = summarize_ratios(ratios)
+    unit = f"({summary.low:.3f} to {summary.high:.3f})"
+    return Figure(name=name, unit=unit, value=summary.median, measured=ratios, at_most=at_most)

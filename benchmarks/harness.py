@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
-import hashlib
 import json
 import os
 import signal
@@ -52,6 +51,7 @@ class Protocol:
     """How often, with what and on how much of the machine a case is measured."""
 
     model_dir: Path
+    model_digest: str = ""
     num_pairs: int = 6
     num_warm_ups: int = 2
     threads: int = 2
@@ -242,21 +242,11 @@ def run_case(case: Case, arms: tuple[Arm, Arm], protocol: Protocol) -> CaseResul
     )
 
 
-def model_hash(model_dir: Path) -> str:
-    """Return the SHA-256 of all weight files, in the order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted(model_dir.glob("*.safetensors")):
-        with path.open("rb") as stream:
-            while block := stream.read(2**20):
-                digest.update(block)
-    return digest.hexdigest()[:16]
-
-
 def result_document(results: Sequence[CaseResult], protocol: Protocol) -> Record:
     """Return everything that is kept of a run, as JSON values."""
     return {
         "taken_at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "model_hash": model_hash(protocol.model_dir),
+        "model_hash": protocol.model_digest[:16],
         "machine": machine.machine_facts(),
         "threads": protocol.threads,
         "num_warm_ups": protocol.num_warm_ups,

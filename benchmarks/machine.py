@@ -1,6 +1,6 @@
 """Facts about the machine, and what it can do right now.
 
-The calibration (matrix products, memory copy) runs in a process of its own before and after the
+The calibration (matrix products) runs in a process of its own before and after the
 measured pairs. Two readings that differ by more than `CALIBRATION_DRIFT_FRAC` mean that something
 else used the machine in between; the result is then marked as not quiet.
 """
@@ -12,14 +12,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from strop.hardware import describe_machine
 
-COPY_BYTES = 256 * 2**20
 CALIBRATION_LIMIT_S = 1.0
 CALIBRATION_DRIFT_FRAC = 0.05
 QUIET_LOAD_PER_CORE = 0.2
@@ -61,34 +59,20 @@ def _git(root: Path, *words: str) -> str:
     return done.stdout.rstrip() if done.returncode == 0 else ""
 
 
-def _best_seconds(work: Callable[[], object], repeats: int) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        begun_at = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - begun_at)
-    return best
-
-
 def _measure(threads: int) -> dict[str, float]:
     import torch
 
     from strop.hardware.calibrate import measure_gemm
 
     torch.set_num_threads(threads)
-    rates = {
+    return {
         name: measure_gemm(dtype, CALIBRATION_LIMIT_S) / 1e9
         for name, dtype in (("gemm_bf16_gf", "bfloat16"), ("gemm_fp32_gf", "float32"))
     }
-    source = torch.ones(COPY_BYTES // 4)
-    target = torch.empty_like(source)
-    # One byte read and one written per byte copied.
-    rates["copy_gbs"] = 2 * COPY_BYTES / _best_seconds(lambda: target.copy_(source), 10) / 1e9
-    return rates
 
 
 def calibrate(threads: int) -> dict[str, float]:
-    """Measure matrix products (GFLOP/s) and copy (GB/s, read plus write), the best of many tries."""
+    """Measure matrix products (GFLOP/s), the best of many tries."""
     command = [sys.executable, "-m", "benchmarks.machine", str(threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     root = Path(__file__).parents[1]

