@@ -87,8 +87,8 @@ def test_a_reply_is_read_by_strops_rules(
         (choice(text=" 3", logprobs={"token_logprobs": [-1.0, None]}), 200, "2 log-probabilities and 2"),
         ({"choices": []}, 200, "no choices"),
         ({"error": "too long"}, 400, "status 400: .*too long"),
-        ("<html>", 200, "with no JSON: <html>"),
-        ("[]", 200, "with no object"),
+        ("<html>", 200, "with status 200: <html>"),
+        ("[]", 200, "with status 200: \\[]"),
     ],
 )
 def test_log_4_what_is_missing_is_never_filled_in(

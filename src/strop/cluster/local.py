@@ -58,36 +58,20 @@ class LocalLearner(LearnerRole):
         self._begun = asyncio.create_task(compute_in_thread(work))
 
 
-def build_learner(spec: RunSpec, source: ModelHandle) -> Learner:
-    """Load a run's model and give it an optimizer.
+def build_learner(spec: RunSpec, source: ModelHandle, *, num_ranks: int = 1) -> Learner:
+    """Load a run's model, or this rank's part of it (see `shard_learner`), and give it an optimizer.
 
     Raises: ConfigError if the model cannot be loaded.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_policy(spec, source, device=device)
-    return Learner(
-        model,
-        spec.optimizer,
-        micro_batch_positions=spec.train.micro_batch_tokens,
-        num_steps=spec.train.num_optimizer_steps,
-    )
-
-
-def build_rank(spec: RunSpec, source: ModelHandle, *, num_ranks: int) -> Learner:
-    """Load a run's model and keep this rank's part of it. See `shard_learner`.
-
-    Raises: ConfigError if the model cannot be loaded.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_policy(spec, source, device="cpu", num_ranks=num_ranks)
-    return shard_learner(
-        model,
-        source.path,
-        spec.optimizer,
-        device=device,
-        micro_batch_positions=spec.train.micro_batch_tokens,
-        num_steps=spec.train.num_optimizer_steps,
-    )
+    model = load_policy(spec, source, device=device, num_ranks=num_ranks)
+    limits: dict[str, Any] = {
+        "micro_batch_positions": spec.train.micro_batch_tokens,
+        "num_steps": spec.train.num_optimizer_steps,
+    }
+    if num_ranks > 1:
+        return shard_learner(model, source.path, spec.optimizer, device=device, **limits)
+    return Learner(model, spec.optimizer, **limits)
 
 
 def load_frozen(learner: Learner, role: str, source: ModelHandle) -> None:

@@ -112,20 +112,14 @@ class ChatServer:
         require_server_part("uvicorn")
         import uvicorn
 
-        class Server(uvicorn.Server):
-            """A server that leaves signals to its process."""
-
-            def capture_signals(self) -> Any:
-                """Capture no signals."""
-                return nullcontext()
-
         key = secrets.token_urlsafe(32)
         self._listener = listen(host)
         self.endpoint = Endpoint(url=f"http://{host}:{self._listener.getsockname()[1]}/v1", key=key)
         app = build_app(engine, tokenizer, key=key)
-        self._server = Server(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
-        )
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+        self._server = uvicorn.Server(config)
+        # Signals are its process's.
+        self._server.capture_signals = nullcontext  # type: ignore[method-assign,assignment]
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from strop.errors import EngineError, StropError
 from strop.hardware.busy_clock import BusyClock
@@ -256,9 +256,7 @@ def deliver(future: asyncio.Future[Answer], answer: Answer) -> None:
         future.set_result(answer)
 
 
-def fail(
-    waiting: Iterable[asyncio.Future[Completion] | asyncio.Future[ReplyScore]], error: StropError
-) -> None:
+def fail(waiting: Iterable[asyncio.Future[Any]], error: StropError) -> None:
     """Fail all futures that are still pending."""
     for future in waiting:
         if not future.done():

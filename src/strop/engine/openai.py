@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -56,7 +57,8 @@ class OpenAiEngine:
         self._model = model
         self._version = version
         self._is_vllm = False
-        self._choosing: asyncio.Task[None] | None = None
+        self._choosing = asyncio.Lock()
+        self._is_chosen = False
         self._places = asyncio.Semaphore(max_num_seqs or DEFAULT_MAX_ROWS)
         self._is_closed = False
         self._client = httpx.AsyncClient(
@@ -99,7 +101,7 @@ class OpenAiEngine:
                 f"it gave {len(values or ())} log-probabilities and {len(token_ids)} token ids of a reply"
             )
         finish = self._read_finish(request, choice, token_ids)
-        is_eos = finish is FinishReason.EOS and self._is_stop(request, token_ids)
+        is_eos = finish is FinishReason.EOS and token_ids[-1] in request.stop_token_ids
         text = self._tokenizer.decode(token_ids[:-1] if is_eos else token_ids)
         if request.stop_strings:
             text = StopStrings(self._tokenizer, request.stop_strings).cut(text)
@@ -135,31 +137,27 @@ class OpenAiEngine:
     async def close(self) -> None:
         """Drop every connection."""
         self._is_closed = True
-        if self._choosing is not None:
-            self._choosing.cancel()
-            await asyncio.gather(self._choosing, return_exceptions=True)
         await self._client.aclose()
 
     async def _find_model(self) -> None:
         """List the server's models and choose one, at the first call."""
         if self._is_closed:
             raise closed()
-        if self._choosing is None:
-            self._choosing = asyncio.create_task(self._choose_model())
-        await asyncio.shield(self._choosing)
-
-    async def _choose_model(self) -> None:
-        answer = await self._exchange("models", None)
-        listed = {str(entry["id"]): entry for entry in answer.get("data", []) if "id" in entry}
-        chosen = self._model if self._model in listed else next(iter(listed), None)
-        if chosen is None or (len(listed) > 1 and chosen != self._model):
-            raise ConfigError(
-                f"the server at {self._url} has no model {self._model}",
-                allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
-                next_step="name it behind the # of the address",
-            )
-        self._model = chosen
-        self._is_vllm = listed[chosen].get("owned_by") == "vllm"
+        async with self._choosing:
+            if self._is_chosen:
+                return
+            answer = await self._exchange("models", None)
+            listed = {str(entry["id"]): entry for entry in answer.get("data", []) if "id" in entry}
+            chosen = self._model if self._model in listed else next(iter(listed), None)
+            if chosen is None or (len(listed) > 1 and chosen != self._model):
+                raise ConfigError(
+                    f"the server at {self._url} has no model {self._model}",
+                    allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
+                    next_step="name it behind the # of the address",
+                )
+            self._model = chosen
+            self._is_vllm = listed[chosen].get("owned_by") == "vllm"
+            self._is_chosen = True
 
     async def _ask(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the first choice of the server's answer."""
@@ -180,15 +178,12 @@ class OpenAiEngine:
             response = await exchange
         except httpx.HTTPError as error:
             raise self._unusable(f"it did not answer /{path} ({error!r})") from error
-        text = response.text[:_SHOWN_CHARACTERS]
-        if not response.is_success:
-            raise self._unusable(f"it answered /{path} with status {response.status_code}: {text}")
-        try:
+        answer: Any = None
+        with suppress(ValueError):
             answer = response.json()
-        except ValueError as error:
-            raise self._unusable(f"it answered /{path} with no JSON: {text}") from error
-        if not isinstance(answer, dict):
-            raise self._unusable(f"it answered /{path} with no object: {text}")
+        if not response.is_success or not isinstance(answer, dict):
+            text = response.text[:_SHOWN_CHARACTERS]
+            raise self._unusable(f"it answered /{path} with status {response.status_code}: {text}")
         return answer
 
     def _read_finish(
@@ -197,15 +192,11 @@ class OpenAiEngine:
         match choice.get("finish_reason"):
             case "length":
                 return FinishReason.LENGTH
-            case "stop" if request.stop_strings and not self._is_stop(request, token_ids):
+            case "stop" if request.stop_strings and token_ids[-1] not in request.stop_token_ids:
                 return FinishReason.STOP_STRING
             case "stop":
                 return FinishReason.EOS
         return FinishReason.ABORT
-
-    @staticmethod
-    def _is_stop(request: GenerationRequest, token_ids: list[int]) -> bool:
-        return token_ids[-1] in request.stop_token_ids
 
     def _unusable(self, flaw: str) -> EngineError:
         return EngineError(

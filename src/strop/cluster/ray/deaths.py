@@ -40,6 +40,25 @@ class RunningRole:
         return self.slot.kind is RoleKind.ENGINE
 
 
+async def answer_of(call: Awaitable[T], limit_s: float) -> T:
+    """Return the answer of an actor.
+
+    Raises: the StropError that it raised; EngineLost if it failed otherwise, or does not answer in `limit_s`.
+    """
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return await asyncio.wait_for(call, limit_s)
+    except RayTaskError as error:
+        if isinstance(error.cause, StropError):
+            raise error.cause from error
+        raise EngineLost(_explain("a role failed", describe_error(error.cause))) from error
+    except RayError as error:
+        raise EngineLost(_explain("a role failed", str(error))) from error
+    except TimeoutError as error:
+        raise EngineLost(_explain("a role has not answered", f"not within {limit_s:g} s")) from error
+
+
 class DeathWatch:
     """Watches all roles of a run, and keeps how they ended and which death ended the run."""
 
@@ -81,37 +100,26 @@ class DeathWatch:
         Raises: EngineLost naming the role that ended, this one or any other, or that no answer came in
             `limit_s`; the StropError that the role raised.
         """
-        from ray.exceptions import RayError, RayTaskError
-
-        # Within a coroutine: cancelling gathered calls directly would log errors.
-        task = asyncio.create_task(asyncio.wait_for(call, None))
+        task = asyncio.create_task(answer_of(call, limit_s))
         both: set[asyncio.Future[Any]] = {task, self._death}
-        await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             task.cancel()
-            if self._death.done():
-                raise self._death.result()
-            raise EngineLost(
-                f"a role has not answered for {limit_s:g} s",
-                allowed="an answer, or an end that is noticed",
-                next_step="read the logs of the roles in the attempt's folder",
-            )
+        if not task.done():
+            raise self._death.result()
         try:
             return task.result()
-        except RayTaskError as error:
-            if isinstance(error.cause, StropError):
-                raise error.cause from error
-            failure: Exception = error
-            cause = describe_error(error.cause)
-        except RayError as error:
-            failure, cause = error, str(error)
-        # Without a StropError the call failed with its role, or with the connection of another one.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(VERDICT_LIMIT_S):
-                while self.find(role) is None:
-                    await self._news.wait()
-                    self._news.clear()
-        raise EngineLost(self.find(role) or _explain("a role failed", cause)) from failure
+        except EngineLost as error:
+            # The call may have failed with its role, or with the connection of another one.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(VERDICT_LIMIT_S):
+                    while self.find(role) is None:
+                        await self._news.wait()
+                        self._news.clear()
+            if (end := self.find(role)) is None:
+                raise
+            raise EngineLost(end) from error
 
     async def _follow(self, role: RunningRole, ending: Awaitable[str]) -> None:
         """Note how a role ended; the run ends too, unless replicas do its work."""

@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from strop.cluster.publishers import remove_publication
+from strop.cluster.ray.deaths import answer_of
 from strop.cluster.ray.roles import AsyncRole, RoleStart
 from strop.engine.chat import ChatServer
 from strop.engine.contract import (
@@ -52,7 +53,6 @@ _PART_S = 0.02
 
 _log = logging.getLogger("strop.cluster.ray.engines")
 Outcome = Completion | ReplyScore | StropError
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,23 +164,6 @@ class EngineActor(AsyncRole):
             return EngineError(f"it failed in the engine: {describe_error(error)}")
 
 
-async def call_plainly(call: Awaitable[T], limit_s: float) -> T:
-    """Return the answer of an actor.
-
-    Raises: the StropError that it raised; EngineLost if it has ended, or does not answer in time.
-    """
-    from ray.exceptions import RayError, RayTaskError
-
-    try:
-        return await asyncio.wait_for(call, limit_s)
-    except RayTaskError as error:
-        if isinstance(error.cause, StropError):
-            raise error.cause from error
-        raise EngineLost(f"an engine failed: {error}") from error
-    except (RayError, TimeoutError) as error:
-        raise EngineLost(f"an engine did not answer: {error}") from error
-
-
 class ActorEngine:
     """An `Engine` in an actor. One instance serves one event loop at a time."""
 
@@ -190,7 +173,7 @@ class ActorEngine:
         *,
         is_streamed: bool = False,
         sees_files: bool = True,
-        guard: Callable[[Awaitable[Any], float], Awaitable[Any]] = call_plainly,
+        guard: Callable[[Awaitable[Any], float], Awaitable[Any]] = answer_of,
     ) -> None:
         """`actor` is of `EngineActor` and has loaded.
 

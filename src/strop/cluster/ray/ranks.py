@@ -54,11 +54,9 @@ class LearnerRank(RayRole):
         Raises: ConfigError if the model cannot be loaded.
         """
         with importing():
-            from strop.cluster.local import build_learner, build_rank
+            from strop.cluster.local import build_learner
 
-        if num_ranks == 1:
-            self._learner = build_learner(spec, self._source)
-        else:
+        if num_ranks > 1:
             import torch
             import torch.distributed as dist
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -73,7 +71,7 @@ class LearnerRank(RayRole):
                 world_size=num_ranks,
                 timeout=limit,
             )
-            self._learner = build_rank(spec, self._source, num_ranks=num_ranks)
+        self._learner = build_learner(spec, self._source, num_ranks=num_ranks)
         self._learner.sees_run = self.sees_run
         return LearnerFacts.of(self._learner)
 

