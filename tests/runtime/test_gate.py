@@ -126,7 +126,7 @@ async def test_a_closed_gate_gives_its_port_back_and_it_can_be_held_again() -> N
 
 
 async def test_beyond_the_limit_the_idlest_connection_of_the_peer_with_most_is_cut() -> None:
-    async with gate_to_echo() as relay:
+    async with gate_to_echo() as relay, asyncio.timeout(10.0):
         relay.connections = of_gates.Connections(3)
         streams = []
         # A peer of its own address, which has one connection, keeps it though it is the idlest.

@@ -157,7 +157,7 @@ class Service:
         """Return a connection to the server in a sandbox, for its gate. Raises: ConnectionError."""
         session = self.by_runtime[runtime_id]
         node = self.nodes.get(session.node_id)
-        if node is None or session.state is State.PAUSED:
+        if node is None:
             raise ConnectionError(f"the sandbox is {session.state.value}")
         try:
             return await node.host.connect(runtime_id)
