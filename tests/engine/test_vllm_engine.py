@@ -27,12 +27,10 @@ from tests.engine.requests import ask
 UPDATE = WeightUpdate(version=7, digest="d7", transport=WeightTransport.FILE, path="/w")
 
 
-class DeadError(Exception):
-    """Stands for vLLM's EngineDeadError."""
+class DeadError(Exception): ...
 
 
-class FailedError(Exception):
-    """Stands for vLLM's EngineGenerateError."""
+class FailedError(Exception): ...
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +86,10 @@ class ScriptedLlm:
         if self.failure is not None:
             raise self.failure
         if hasattr(params, "prompt_logprobs"):
+            await asyncio.sleep(0.01)
+            await self.going.wait()
             rows = [{one: SimpleNamespace(logprob=-1.0)} for one in prompt["prompt_token_ids"]]
-            yield SimpleNamespace(prompt_logprobs=rows)
+            yield SimpleNamespace(prompt_logprobs=None if self.is_aborting else rows)
             return
         self.salts.append(prompt["cache_salt"])
         is_whole = params.output_kind == "whole"
@@ -177,7 +177,7 @@ def test_a_stop_token_is_kept_and_its_text_is_not(engine: VllmEngine, tokenizer:
 @pytest.mark.parametrize(
     ("mode", "said", "segments", "version"),
     [
-        (UpdateMode.DRAIN, ["load /w", "drop"], (), 0),
+        (UpdateMode.DRAIN, ["wait", "load /w", "drop"], (), 0),
         (UpdateMode.RESTART, ["abort", "load /w", "drop"], (), 7),
         (UpdateMode.CONTINUE, ["keep", "load /w", "drop"], (0, 7), 0),
     ],
@@ -196,6 +196,7 @@ async def test_replies_under_way_end_as_the_mode_says(
     request = ask(tokenizer, max_tokens=60, stop_strings=stop_strings)
     under_way = asyncio.create_task(engine.generate(request))
     await llm.has_begun.wait()
+    score = asyncio.create_task(engine.score(request.prompt_ids, request.prompt_ids, 1.0))
     update = asyncio.create_task(engine.update(replace(UPDATE, mode=mode)))
     await asyncio.sleep(0.002)
     # Asked while the gate is closed: served under the new weights.
@@ -206,6 +207,8 @@ async def test_replies_under_way_end_as_the_mode_says(
     assert reply.policy_version == version
     assert tuple(part.version for part in reply.segments) == segments
     assert len(reply.token_ids) == 60
+    # Of one version also where the update aborted it, or held it.
+    assert (await score).policy_version == (0 if mode is UpdateMode.DRAIN else 7)
     if segments:
         start = reply.segments[1].start
         llm.version = 0
@@ -261,13 +264,10 @@ async def test_smp_5_no_prefix_is_shared_by_two_versions(
     assert llm.said.count("drop") == 3
 
 
-async def test_overlapping_updates_are_applied_one_after_the_other(
-    engine: VllmEngine, llm: ScriptedLlm
-) -> None:
-    await asyncio.gather(
-        *(engine.update(replace(UPDATE, version=v, digest=f"d{v}", path=f"/{v}")) for v in (7, 8))
-    )
-    assert llm.said == ["load /7", "drop", "load /8", "drop"]
+async def test_overlapping_updates_follow_each_other(engine: VllmEngine, llm: ScriptedLlm) -> None:
+    updates = [replace(UPDATE, version=v, digest=f"d{v}", path=f"/{v}") for v in (7, 8)]
+    await asyncio.gather(*map(engine.update, updates))
+    assert llm.said == ["wait", "load /7", "drop", "wait", "load /8", "drop"]
     assert llm.version == 8
 
 

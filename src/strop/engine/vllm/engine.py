@@ -51,6 +51,7 @@ from strop.tokenizer import Tokenizer
 
 _MAX_SEED = 2**63
 """vLLM keeps a seed as a signed 64-bit integer."""
+_PAUSES = {UpdateMode.DRAIN: "wait", UpdateMode.RESTART: "abort", UpdateMode.CONTINUE: "keep"}
 
 
 @dataclass(slots=True, eq=False)
@@ -133,8 +134,8 @@ class VllmEngine:
         self._update_lock = asyncio.Lock()
         self._gate = asyncio.Event()
         self._gate.set()
-        self._replies = _Counter()
-        self._scores = _Counter()
+        self._num_running = 0
+        """Replies that wait for vLLM."""
         self._num_restarts = 0
         self._flaw: str | None = None
         self._is_closed = False
@@ -168,13 +169,17 @@ class VllmEngine:
             prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": self._salt}
             self._num_requests += 1
             outputs = self._llm.generate(prompt, params, f"r{self._num_requests}", lora_request=adapter)
-            with self._replies.counting(), _as_engine_errors("answer a request"):
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        # An adapter stays with the replies that began with it.
-                        reply.take(output.outputs[0], self._version if adapter is None else version)
-                        if reply.finish is not None:
-                            break
+            self._num_running += 1
+            try:
+                with _as_engine_errors("answer a request"):
+                    async with aclosing(outputs):
+                        async for output in outputs:
+                            # An adapter stays with the replies that began with it.
+                            reply.take(output.outputs[0], self._version if adapter is None else version)
+                            if reply.finish is not None:
+                                break
+            finally:
+                self._num_running -= 1
             completion = reply.complete(self._tokenizer, version)
             if completion.finish_reason is not FinishReason.ABORT or num_restarts == self._num_restarts:
                 self._require_sound()
@@ -197,19 +202,22 @@ class VllmEngine:
                 allowed="temperature 1, or 0, which counts as 1",
                 next_step="score with the policy, or with engine.kind = native",
             )
-        await self._gate.wait()
-        self._require_open()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
         prompt = {"prompt_token_ids": [*prompt_ids.tolist(), *reply_ids.tolist()], "cache_salt": "score"}
-        self._num_requests += 1
-        outputs = self._llm.generate(prompt, params, f"r{self._num_requests}", lora_request=self._adapter)
-        with self._scores.counting(), _as_engine_errors("score a reply"):
-            version = self._version
-            async for output in outputs:
-                last = output
+        weights: Any = None
+        # An update may abort it, or continue it under new weights.
+        while weights != (self._version, self._num_restarts):
+            await self._gate.wait()
+            self._require_open()
+            weights = (self._version, self._num_restarts)
+            self._num_requests += 1
+            name = f"r{self._num_requests}"
+            with _as_engine_errors("score a reply"):
+                async for output in self._llm.generate(prompt, params, name, lora_request=self._adapter):
+                    last = output
         rows = last.prompt_logprobs[len(prompt_ids) :]
         values = [row[token_id].logprob for row, token_id in zip(rows, reply_ids.tolist(), strict=True)]
-        return ReplyScore(logprobs=np.array(values, np.float32), policy_version=version)
+        return ReplyScore(logprobs=np.array(values, np.float32), policy_version=weights[0])
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights. See `Engine.update`. Updates are applied one at a time.
@@ -225,7 +233,11 @@ class VllmEngine:
         async with self._update_lock:
             self._gate.clear()
             try:
-                await self._stop_running(update.mode)
+                self._num_restarts += update.mode is UpdateMode.RESTART
+                await self._llm.pause_generation(mode=_PAUSES[update.mode])
+                while self._num_running and update.mode is not UpdateMode.CONTINUE:  # noqa: ASYNC110
+                    # vLLM has ended them, and their last tokens are on their way.
+                    await asyncio.sleep(0)
                 load = self._load_adapter if update.is_adapter else self._load_weights
                 await load(update, update.path)
                 # What was computed before is dropped, also of kept requests.
@@ -244,17 +256,6 @@ class VllmEngine:
             self._is_closed = True
             self._gate.set()
             await asyncio.to_thread(self._llm.shutdown)
-
-    async def _stop_running(self, mode: UpdateMode) -> None:
-        """Finish, abort or pause all running requests, by the mode. New ones wait at the gate."""
-        await self._scores.none_left()
-        if mode is UpdateMode.CONTINUE:
-            await self._llm.pause_generation(mode="keep")
-            return
-        if mode is UpdateMode.RESTART:
-            self._num_restarts += 1
-            await self._llm.pause_generation(mode="abort")
-        await self._replies.none_left()
 
     async def _load_weights(self, update: WeightUpdate, path: str) -> None:
         """Have every worker load the file. See `weights.WeightWorker`. Raises: WeightMismatch."""
@@ -334,31 +335,6 @@ def _as_engine_errors(action: str) -> Iterator[None]:
             allowed="requests and adapters that vLLM takes",
             next_step="read the engine's log; the rollout is masked",
         ) from error
-
-
-class _Counter:
-    """Counts concurrent operations, and waits until none runs."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._is_zero = asyncio.Event()
-        self._is_zero.set()
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count one operation."""
-        self._count += 1
-        self._is_zero.clear()
-        try:
-            yield
-        finally:
-            self._count -= 1
-            if not self._count:
-                self._is_zero.set()
-
-    async def none_left(self) -> None:
-        """Wait until none runs."""
-        await self._is_zero.wait()
 
 
 _MAX_ADAPTERS = 2
