@@ -25,6 +25,8 @@ from strop.cluster.ray.placement import RayPlacement
 from strop.engine.pool import EnginePool, ReplicaEvent
 from strop.errors import StropError
 from strop.record import RunDir
+from strop.sandbox import Limits, SandboxSpec
+from strop.sandbox.hosts import RayBackend, RayRequests
 from strop.store import ModelHandle, get_model
 from strop.train.loop import TrainInput, TrainLoop
 from tests.fixtures.builders import request_for
@@ -67,12 +69,20 @@ async def act(run_path: Path, model_uri: str) -> None:
             assert isinstance(roles.engine, EnginePool)
             ids = REQUEST.prompt_ids
             scores = await roles.engine.score_each(ids, ids, 1.0)
+            # Each takes a whole node.
+            limits = Limits(cpus=float(len(os.sched_getaffinity(0))))
+            making = [RayBackend().create(SandboxSpec(limits=limits)) for _ in range(2)]
+            boxes = await asyncio.gather(*making)
+            said = [await box.exec(["/bin/echo", "here"], wall_limit_s=60.0) for box in boxes]
             found = {
+                "places": [box.client.place.node for box in boxes if isinstance(box.client, RayRequests)],
+                "said": [one.stdout.decode() for one in said],
                 "nodes": [node["NodeName"] for node in ray.nodes()],
                 "roles": placement.role_pids,
                 "version": roles.learner.version,
                 "served": [score.policy_version for score in scores.values()],
             }
+            await asyncio.gather(*(box.stop() for box in boxes))
             write(run_path / "trained.json", found)
             await wait_for_loss(roles, run_path, is_last=is_apart)
         except StropError as error:

@@ -33,6 +33,7 @@ def test_two_nodes_train_on_ray_and_go_on_until_the_last_engine_is_lost(login: L
     found = json.loads(trained.read_text())
     assert sorted(name.partition("@")[0] for name in found["nodes"]) == ["0", "1"]
     assert found["version"] == 1
+    assert (len(set(found["places"])), found["said"]) == (2, ["here\n"] * 2)
     mine = find_processes(ref.job_id, "strop.cluster.ray") | set(found["roles"].values())
     assert node_of(found["roles"]["engine-1"]) == "1"
     assert node_of(found["roles"]["engine-0"]) == node_of(found["roles"]["learner-0"]) == "0"

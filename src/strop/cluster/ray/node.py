@@ -118,7 +118,7 @@ def ray_start(environ: Mapping[str, str], host: str, temp_dir: Path) -> list[str
         f"--node-name={index}@{socket.gethostname()}",
         f"--temp-dir={temp_dir}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
-        f"--num-cpus={os.cpu_count() or 1}",
+        f"--num-cpus={len(os.sched_getaffinity(0))}",
         # The run's allocator assigns devices: each role sets its visible ones before torch is imported. Ray
         # could not have roles take turns on several GPUs each: it shares out parts of one GPU only.
         "--num-gpus=0",
