@@ -32,6 +32,7 @@ from strop.io.lock import FileLock
 
 LEASE_VARIABLE = "STROP_LEASE"
 """Holds the id of a run's lease in the environment of all its processes."""
+USER_FOLDER = Path(f"/tmp/strop-{os.getuid()}")
 FOLDER_VARIABLE = "STROP_RUNTIME_DIR"
 """Overrides the parent folder of leases, which is below /tmp."""
 MARKER_NAME = ".strop-lease"
@@ -85,8 +86,7 @@ def leases_dir() -> Path:
     Not below XDG_RUNTIME_DIR, which a logout removes while a run goes on, and which steps of schedulers lack;
     and not below TMPDIR, which differs for each job and role.
     """
-    override = os.environ.get(FOLDER_VARIABLE)
-    return (Path(override) if override else Path(f"/tmp/strop-{os.getuid()}")) / "leases"
+    return Path(os.environ.get(FOLDER_VARIABLE) or USER_FOLDER) / "leases"
 
 
 class HeldLease:

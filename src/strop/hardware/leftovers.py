@@ -25,6 +25,7 @@ from strop.hardware.identity import read_parent_and_start, send_signal
 from strop.hardware.leases import (
     LEASE_VARIABLE,
     LOCK_NAME,
+    USER_FOLDER,
     Lease,
     LeaseState,
     find_leases,
@@ -229,10 +230,8 @@ def remove_dead(parent: Path) -> list[Path]:
     lock_paths = [path for prefix in (PREFIX, MEMORY_PREFIX) for path in parent.glob(f"{prefix}*{_LOCK}")]
     for lock_path in sorted(lock_paths):
         with suppress(OSError, StoreError):
-            if lock_path.lstat().st_uid != os.getuid():
-                continue
-            lock = FileLock(lock_path)
-            if lock.try_acquire():
+            lock, is_own = FileLock(lock_path), lock_path.lstat().st_uid == os.getuid()
+            if is_own and lock.try_acquire():
                 path = lock_path.with_name(lock_path.name.removesuffix(_LOCK))
                 shutil.rmtree(path, ignore_errors=True)
                 lock_path.unlink(missing_ok=True)
@@ -241,6 +240,6 @@ def remove_dead(parent: Path) -> list[Path]:
     return removed
 
 
-def clear_shared_memory() -> list[Path]:
-    """Remove and return the directories of killed owners in shared memory, weights for example."""
-    return remove_dead(SHARED_MEMORY)
+def clear_directories() -> list[Path]:
+    """Remove and return the directories of killed owners: weights in shared memory, and Ray's."""
+    return [*remove_dead(SHARED_MEMORY), *remove_dead(USER_FOLDER)]

@@ -69,10 +69,9 @@ async def act(run_path: Path, model_uri: str) -> None:
             assert isinstance(roles.engine, EnginePool)
             ids = REQUEST.prompt_ids
             scores = await roles.engine.score_each(ids, ids, 1.0)
-            # Each takes a whole node.
-            limits = Limits(cpus=float(len(os.sched_getaffinity(0))))
-            making = [RayBackend().create(SandboxSpec(limits=limits)) for _ in range(2)]
-            boxes = await asyncio.gather(*making)
+            # Each takes a whole node; SageMaker's hosts make none.
+            whole = SandboxSpec(limits=Limits(cpus=float(len(os.sched_getaffinity(0)))))
+            boxes = await asyncio.gather(*(RayBackend().create(whole) for _ in range(0 if is_apart else 2)))
             said = [await box.exec(["/bin/echo", "here"], wall_limit_s=60.0) for box in boxes]
             found = {
                 "places": [box.client.place.node for box in boxes if isinstance(box.client, RayRequests)],

@@ -37,6 +37,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, ConfigError, StropError
+from strop.hardware.leases import USER_FOLDER, open_folder
 from strop.hardware.leftovers import MEMORY_PREFIX, PREFIX, SHARED_MEMORY, own_dir
 from strop.hardware.ports import LOOPBACK, NODE_VARIABLE, count_nodes, find_host_address
 from strop.hardware.process import become_subreaper, end_descendants, reap_orphans, spawn, terminate
@@ -47,8 +48,6 @@ from strop.spec.layout import RAY_NODE_MODULE
 OBJECT_STORE_BYTES = 256 << 20
 """Shared memory of a node for Ray's objects: steps and rollouts pass through it, weights do not."""
 AUTH_MODE = "RAY_AUTH_MODE"
-_USUAL_FOLDER = Path("/tmp")
-_OUTPUT = Path("/dev/stdout")
 _POLL_S = 0.1
 _CONNECT_S = 5.0
 _GRACE_S = 3.0
@@ -68,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("logs", type=Path, help="folder for the logs of Ray's processes")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--temp-dir", type=Path, help="the new directory of this node")
-    place.add_argument("--below", type=Path, help="the folder for it; default: /tmp")
+    place.add_argument("--below", type=Path, help="the folder for it; default: the user's own below /tmp")
     options = parser.parse_args(arguments)
     # For the roles that Ray starts here: a joining node has no other process that does it.
     tune_process()
@@ -79,9 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
         host = find_host(os.environ)
         index = int(os.environ.get(NODE_VARIABLE, "0"))
         with own_dir(temp_dir), own_dir(shared_dir_of(temp_dir)):
-            child = spawn(
-                ray_start(os.environ, host, temp_dir), _OUTPUT, os.environ | ray_environment(os.environ, host)
-            )
+            environ = os.environ | ray_environment(os.environ, host)
+            child = spawn(ray_start(environ, host, temp_dir), Path("/dev/stdout"), environ)
             try:
                 while child.poll() is None and not why:
                     reap_orphans([child.pid])
@@ -177,8 +175,9 @@ def require_ray() -> None:
 
 
 def choose_temp_dir(configured: Path | None = None) -> Path:
-    """Return the path for a new directory below a folder: short, as paths of sockets end at 107 bytes."""
-    return (configured or _USUAL_FOLDER).absolute() / (PREFIX + secrets.token_hex(4))
+    """Return a short path for a new directory, by default where only this user is. Raises: StoreError."""
+    folder = configured or open_folder(USER_FOLDER / "leases").parent
+    return folder.absolute() / (PREFIX + secrets.token_hex(4))
 
 
 def shared_dir_of(temp_dir: Path) -> Path:

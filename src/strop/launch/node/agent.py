@@ -33,7 +33,7 @@ from strop.errors import (
 from strop.hardware import HeldLease, clear_leftovers
 from strop.hardware.allocation import Allocation, lease_gpus
 from strop.hardware.identity import identify_self
-from strop.hardware.leftovers import clear_shared_memory, end_processes
+from strop.hardware.leftovers import clear_directories, end_processes
 from strop.hardware.preflight import Level, PreflightRequest, require_ready
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
@@ -189,7 +189,7 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
                 node.say(
                     f"ended {len(ended)} processes that the roles had left: {', '.join(map(str, ended))}"
                 )
-            for path in clear_shared_memory():
+            for path in clear_directories():
                 node.say(f"removed {path}, whose process had ended")
             if surviving:
                 # The kept lease lets the next agent find them.
