@@ -114,28 +114,23 @@ def test_nothing_else_earns_it(tmp_path: Path, reply: str) -> None:
 class Hurried(Repair):
     async def bash(self, command: str) -> str | Done:
         self.command_limit_s = 0.5 if command == "sleep 600" else 60.0
+        await asyncio.sleep(0.5 if command == "echo late" else 0.0)
         return await super().bash(command)
 
 
 def test_a_shell_stays_and_its_ends_are_told(tmp_path: Path) -> None:
-    first, second, third, fourth, fifth, sixth = ran(
-        tmp_path,
-        "cd tests; number=3; echo $GREETING; echo oops >&2; echo after",
-        "pwd; echo $number",
-        "false",
-        "sleep 600",
-        "echo still $number; exit 4",
-        "pwd; echo [$number]",
-        task=make(Hurried),
-    )
-    assert "hello\noops\nafter" in first
-    assert "/tests\n3" in second
-    assert "[exit code 1]" in third
-    assert "[it was ended after 0.5 s]" in fourth
-    assert "still 3" in fifth
-    assert "[exit code 4]\n[the shell has ended" in fifth
-    assert "/tests" not in sixth
-    assert "[]" in sixth
+    expected = {
+        "cd tests; number=3; echo $GREETING; echo oops >&2; echo after": "hello\noops\nafter",
+        "pwd; echo $number": "/tests\n3",
+        "false": "[exit code 1]",
+        "sleep 600": "[it was ended after 0.5 s]",
+        "echo still $number; exit 4": "[exit code 4]\n[the shell has ended",
+        "[ ${PWD##*/} = tests ] || echo [$number]; (sleep 0.1; kill -9 $$) &": "[]",
+        "echo late": "error: the shell has ended",
+        "echo anew": "anew",
+    }
+    said = ran(tmp_path, *expected, task=make(Hurried, max_turns=12))
+    assert [words for words, text in zip(expected.values(), said, strict=True) if words not in text] == []
 
 
 def test_much_output_is_bounded_and_a_flood_ends_the_command(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ FILE_ERRORS = {
     "denied": "permission denied",
     "too_large": "it is too large",
     "no_space": "no space is left",
+    "ended": "the shell has ended; the next command begins in a new one",
 }
 """Message to the model, by the kind of the sandbox's error."""
 _ENDS = {
@@ -158,17 +159,18 @@ class Workspace:
         """Run a command in a shell that stays: its directory, variables and functions are kept."""
         if "\0" in command:
             raise ToolError("a command has no NUL")
-        self._shell = self._shell or await self._open_shell()
+        # One that ends between two commands is not used again.
+        shell, self._shell = self._shell or await self._open_shell(), None
         limit_s = self.command_limit_s
-        result = await self._shell.run(command, wall_limit_s=limit_s)
+        result = await shell.run(command, wall_limit_s=limit_s)
+        self._shell = shell if result.has_shell else None
         notes = [_ENDS[result.kind]] if result.kind in _ENDS else []
         if result.timed_out:
             notes.append(f"it was ended after {limit_s:g} s")
         elif result.exit_code:
             notes.append(f"exit code {result.exit_code}")
         if not result.has_shell:
-            notes.append("the shell has ended; the next command begins in a new one")
-            await self._close_shell()
+            notes.append(FILE_ERRORS["ended"])
         if result.stdout_omitted:
             notes.append(f"{result.stdout_omitted} bytes in the middle are left out")
         text = (result.stdout + result.stderr).decode(errors="replace")
@@ -236,7 +238,8 @@ class Workspace:
         score: Any = self.floor
         if not self._is_ruined:
             try:
-                await self._close_shell()
+                if self._shell is not None:
+                    await self._shell.close()
                 score = await self._judge_work()
             except SandboxLost as error:
                 self._require_own_end(error)
@@ -304,8 +307,7 @@ class Workspace:
         backend = await choose_backend(self.backend, self.min_level)
         spec = spec if guest is None else guest.let_in(spec, backend.name)
         if not spec.gpus and backend.name not in ("process", "ray"):
-            visible = parse_visible_devices(os.environ.get(ENV_DEVICES, ""), ENV_DEVICES)
-            spec = replace(spec, gpus=visible.ids)
+            spec = replace(spec, gpus=parse_visible_devices(os.environ.get(ENV_DEVICES, ""), ENV_DEVICES).ids)
         wanted = replace(spec, min_level=self.min_level)
         return await backend.create(wanted, beside=self.sandbox if self._is_open else None)
 
@@ -314,11 +316,6 @@ class Workspace:
         # Both streams in one, in the order of writing.
         await shell.run("exec 2>&1", wall_limit_s=self.spare_limit_s)
         return shell
-
-    async def _close_shell(self) -> None:
-        shell, self._shell = self._shell, None
-        if shell is not None:
-            await shell.close()
 
     def _place_of(self, path: str) -> str:
         if "\0" in path or not path:
