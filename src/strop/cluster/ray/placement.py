@@ -91,7 +91,6 @@ class RayPlacement:
         self._servers_dir = self._work_dir / "servers"
         self._cluster: RayHead | AttachedCluster | None = None
         self._group: Any = None
-        self._watch: DeathWatch | None = None
         self._roles: list[RunningRole] = []
         self._engines: list[ActorEngine] = []
         self._publisher: Publisher | None = None
@@ -137,9 +136,8 @@ class RayPlacement:
 
     async def stop(self) -> None:
         """End every role and Ray itself. May be called at any time, and twice."""
-        if self._watch is not None:
+        if hasattr(self, "_watch"):
             self._watch.stop()
-            self._watch = None
         for engine in self._engines:
             await engine.close()
         self._engines = []
@@ -189,7 +187,7 @@ class RayPlacement:
             # Two nodes may have one address.
             bundle_label_selector=[{"ray.io/node-id": nodes[node]["NodeID"]} for node, _ in bundles],
         )
-        await self._guard(group.ready(), START_LIMIT_S)
+        await self._watch.guard(group.ready(), START_LIMIT_S)
         for slot, index, gpus in zip(slots, indices, num_gpus, strict=True):
             start = self._describe_start(slot, takes_devices=not gpus)
             # One call at a time, and in parallel the one that waits for the end.
@@ -216,7 +214,7 @@ class RayPlacement:
         # In parallel: each may import torch from a slow disk.
         calls = [role.actor.begin.remote(self._model_of(role.slot)) for role in self._roles]
         for role, call in zip(self._roles, calls, strict=True):
-            role.facts = await self._guard(call, FETCH_LIMIT_S)
+            role.facts = await self._watch.guard(call, FETCH_LIMIT_S)
 
     def _describe_start(self, slot: RoleSlot, *, takes_devices: bool) -> RoleStart:
         import torch
@@ -261,7 +259,7 @@ class RayPlacement:
                 tensor_parallel=role.slot.devices.count if role.slot.devices else 1,
             )
             calls.append(role.actor.serve_chat.remote(settings, host))
-        endpoints = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
+        endpoints = await self._watch.guard(asyncio.gather(*calls), LOAD_LIMIT_S)
         names = [endpoint_name(section.judge_model) for section in sections]
         try:
             hand_over(self._servers_dir, dict(zip(names, endpoints, strict=True)))
@@ -272,21 +270,19 @@ class RayPlacement:
         ranks = [role.actor for role in self._of(RoleKind.LEARNER)]
         rendezvous = (host, 0)
         if len(ranks) > 1:
-            port = await self._guard(ranks[0].open_rendezvous.remote(host, len(ranks)), START_LIMIT_S)
+            port = await self._watch.guard(ranks[0].open_rendezvous.remote(host, len(ranks)), START_LIMIT_S)
             rendezvous = (host, port)
         calls = [
             rank.load.remote(self._spec, index, len(ranks), rendezvous) for index, rank in enumerate(ranks)
         ]
-        facts: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
-        assert self._watch is not None
+        facts: list[LearnerFacts] = await self._watch.guard(asyncio.gather(*calls), LOAD_LIMIT_S)
         return RayLearner(ranks, self._watch, facts)
 
     async def _load_engines(self, version: int = 0) -> None:
         """Load every engine, and make its client."""
-        assert self._watch is not None
         roles, settings = self._of(RoleKind.ENGINE), EngineSettings.of(self._spec)
         loads = [role.actor.load.remote(settings, version) for role in roles]
-        await self._guard(asyncio.gather(*loads), LOAD_LIMIT_S)
+        await self._watch.guard(asyncio.gather(*loads), LOAD_LIMIT_S)
         self._engines = [
             ActorEngine(
                 role.actor,
@@ -301,14 +297,12 @@ class RayPlacement:
     def _join_engines(self) -> Engine:
         if len(self._engines) == 1:
             return self._engines[0]
-        assert self._watch is not None
         pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(self._engines)})
         self._watch.report_to(lambda name, message: pool.condemn(name, message, ReplicaCause.LOST))
         return pool
 
     async def _load_workers(self, engine: Engine) -> RolloutWorkers | None:
         """Load the rollout workers, which share the engines evenly; None if there are none."""
-        assert self._watch is not None
         workers, engines = self._of(RoleKind.WORKER), self._of(RoleKind.ENGINE)
         if not workers:
             return None
@@ -323,7 +317,7 @@ class RayPlacement:
             )
             for worker, served in zip(workers, chosen, strict=True)
         ]
-        await self._guard(asyncio.gather(*calls), START_LIMIT_S)
+        await self._watch.guard(asyncio.gather(*calls), START_LIMIT_S)
         return RolloutWorkers(
             [worker.actor for worker in workers],
             self._watch,
@@ -341,10 +335,6 @@ class RayPlacement:
         # A killed attempt leaves some.
         shutil.rmtree(path, ignore_errors=True)
         return path
-
-    async def _guard(self, call: Any, limit_s: float) -> Any:
-        assert self._watch is not None
-        return await self._watch.guard(call, limit_s)
 
     def _of(self, kind: RoleKind) -> list[RunningRole]:
         return [role for role in self._roles if role.slot.kind is kind]
