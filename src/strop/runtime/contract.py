@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 SERVICE_KEY_HEADER = "X-API-Key"
 """Holds the caller's key in requests to the service."""
-SANDBOX_KEY_HEADER = "X-Session-API-Key"
-"""Holds the key of the sandbox in requests to its address, whose server asks for it."""
 MAX_ID_CHARS = 256
 MAX_FACTOR = 1024.0
 INSIDE_PORT = 60000

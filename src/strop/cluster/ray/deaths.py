@@ -111,6 +111,9 @@ class DeathWatch:
         try:
             return task.result()
         except EngineLost as error:
+            if error is getattr(error.__cause__, "cause", None):
+                # The role itself raised it.
+                raise
             # The call may have failed with its role, or with the connection of another one.
             with suppress(TimeoutError):
                 async with asyncio.timeout(VERDICT_LIMIT_S):
