@@ -12,10 +12,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 from strop.cluster.ray.node import require_ray
 from strop.cluster.ray.runtime import RayHead
@@ -28,12 +27,12 @@ from strop.runtime.gate import dial
 from strop.runtime.host import HostFailed, HostSettings, SandboxHost
 from strop.runtime.service import Service
 from strop.runtime.service_dir import START_LIMIT_S
+from strop.sandbox.hosts import answer_of
 from strop.spec.layout import RAY_NODE_MODULE
 
 _LOOK_EVERY_S = 2.0
 _CLOSE_LIMIT_S = 30.0
 _POLL_S = 0.2
-T = TypeVar("T")
 _log = logging.getLogger("strop.runtime.cluster")
 
 
@@ -53,12 +52,14 @@ class RayHost:
 
     async def open(self) -> HostFacts:
         """Prepare it. Raises: SandboxRefused as `SandboxHost.open`."""
-        return await _answer_of(self._actor.open.remote())
+        return await answer_of(self._actor.open.remote(), HostFailed)
 
     async def start(self, order: Order) -> None:
         """Begin to make a sandbox, and have it listen at its node. Raises: CheckRefused."""
-        await _answer_of(self._actor.start.remote(order))
-        self._urls[order.runtime_id] = await _answer_of(self._actor.listen.remote(order.runtime_id))
+        await answer_of(self._actor.start.remote(order), HostFailed)
+        self._urls[order.runtime_id] = await answer_of(
+            self._actor.listen.remote(order.runtime_id), HostFailed
+        )
 
     async def connect(self, runtime_id: str) -> socket.socket:
         """Return a connection to a sandbox's address at its node. Raises: OSError."""
@@ -69,37 +70,25 @@ class RayHost:
     async def stop(self, runtime_id: str, cause: str) -> None:
         """End a sandbox."""
         self._urls.pop(runtime_id, None)
-        await _answer_of(self._actor.stop.remote(runtime_id, cause))
+        await answer_of(self._actor.stop.remote(runtime_id, cause), HostFailed)
 
     async def pause(self, runtime_id: str) -> SandboxReport:
         """Freeze a sandbox. Raises: SandboxError."""
-        return await _answer_of(self._actor.pause.remote(runtime_id))
+        return await answer_of(self._actor.pause.remote(runtime_id), HostFailed)
 
     async def resume(self, runtime_id: str) -> SandboxReport:
         """Continue a sandbox. Raises: SandboxError."""
-        return await _answer_of(self._actor.resume.remote(runtime_id))
+        return await answer_of(self._actor.resume.remote(runtime_id), HostFailed)
 
     async def states(self, wait_s: float) -> list[SandboxReport]:
         """Return what has changed."""
-        return await _answer_of(self._actor.states.remote(wait_s))
+        return await answer_of(self._actor.states.remote(wait_s), HostFailed)
 
     async def close(self) -> None:
         """End all sandboxes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_LIMIT_S):
-                await _answer_of(self._actor.close.remote())
-
-
-async def _answer_of(call: Awaitable[T]) -> T:
-    """Return the answer of an actor. Raises: its own errors; HostFailed if it is dead."""
-    from ray.exceptions import RayError, RayTaskError
-
-    try:
-        return await call
-    except RayTaskError as error:
-        raise cast(RayTaskError, error).cause from error
-    except RayError as error:
-        raise HostFailed(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+                await answer_of(self._actor.close.remote(), HostFailed)
 
 
 class RayHosts:

@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar, cast
@@ -30,8 +30,6 @@ from strop.sandbox.contract import SandboxSpec
 from strop.sandbox.engine import ENGINES
 from strop.sandbox.served import ServedSandbox
 
-_FIRST_NUMBER = 1 << 32
-"""Of a caller's requests; the host itself numbers its own from 0."""
 _MAX_AGE_S = 10.0
 _PATIENCE_S = 15.0
 """Since it had its place, for a sandbox whose host has died."""
@@ -39,8 +37,6 @@ _LOOK_EVERY_S = 2.0
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.005, 0.25
 _LOOKS_PER_CHECK = 8
 """While a sandbox waits, the cluster's size is checked once in so many looks."""
-_MAX_CALLS = 100_000
-"""Calls that a host has at once: each command, job and sandbox is one."""
 _hosts: dict[Any, Any] = {}
 """The first handle of each host, by its id: an actor ends without that of its maker."""
 T = TypeVar("T")
@@ -183,7 +179,8 @@ class RayRequests(Requests):
     """Sends the requests of one sandbox to its host."""
 
     def __init__(self, place: _Place) -> None:
-        super().__init__(RAY, _FIRST_NUMBER)
+        # The host itself numbers its own from 0.
+        super().__init__(RAY, 1 << 32)
         self.place = place
         self._name = uuid.uuid4().hex
         self._host: Any = None
@@ -196,7 +193,7 @@ class RayRequests(Requests):
             self._host = await asyncio.to_thread(_host_of, self.place.node)
             call = self._host.create.remote(self._name, self.place.group, spec, main_source)
             try:
-                made: dict[str, Any] = await self._answer_of(call)
+                made: dict[str, Any] = await answer_of(call, self._note_lost)
                 break
             except SandboxLost:
                 # A host that died is started again; those of a node that died are not.
@@ -213,7 +210,7 @@ class RayRequests(Requests):
             raise self.lost(self.lost_kind, self.lost_why)
         # Called here and now: the order of calls is that of the messages.
         call = self._host.pass_on.remote(self._name, next(self._turns), header, body)
-        return self._keep(self._answer_of(call))
+        return self._keep(answer_of(call, self._note_lost))
 
     def tell(self, header: dict[str, Any], body: bytes = b"") -> None:
         """Send a message that has no answer; see `Requests.tell`."""
@@ -230,14 +227,14 @@ class RayRequests(Requests):
         self.lost_kind = self.lost_kind or "stopped"
         is_over = False
         try:
-            async with asyncio.timeout(limit_s):
-                is_over = await self._answer_of(self._host.end.remote(self._name))
-            if not is_over:
-                raise TimeoutError
+            # It may have ended with its host.
+            with suppress(SandboxLost):
+                async with asyncio.timeout(limit_s):
+                    is_over = await answer_of(self._host.end.remote(self._name), self._note_lost)
+                    if not is_over:
+                        raise TimeoutError
         except TimeoutError:
             raise self.lost("infra") from None
-        except SandboxLost:
-            pass  # With its host.
         finally:
             (self.place.give_back if is_over else self.close)()
 
@@ -250,23 +247,14 @@ class RayRequests(Requests):
     async def _watch(self) -> None:
         kind, why = "infra", ""
         with suppress(SandboxLost):
-            kind, why = await self._answer_of(self._host.watch.remote(self._name))
+            kind, why = await answer_of(self._host.watch.remote(self._name), self._note_lost)
+        self._note_lost(why, kind)
+
+    def _note_lost(self, why: str, kind: str = "infra") -> SandboxLost:
+        """Note why the sandbox is lost, unless that is known; return the error of a call that failed so."""
         if not self.lost_kind:
             self.lost_kind, self.lost_why = kind, why
-
-    async def _answer_of(self, call: Awaitable[T]) -> T:
-        """Return a host's answer. Raises: its own errors; SandboxLost if it is dead."""
-        from ray.exceptions import RayError, RayTaskError
-
-        try:
-            return await call
-        except RayTaskError as error:
-            raise cast(RayTaskError, error).cause from error
-        except RayError as error:
-            if not self.lost_kind:
-                self.lost_kind = "infra"
-                self.lost_why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            raise self.lost(self.lost_kind, self.lost_why) from error
+        return self.lost(self.lost_kind, self.lost_why)
 
     def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -275,6 +263,18 @@ class RayRequests(Requests):
         # Retrieve the exception of an answer that nobody awaits.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
+
+
+async def answer_of(call: Awaitable[T], note_death: Callable[[str], Exception]) -> T:
+    """Return the answer of an actor. Raises: its own errors; what `note_death` makes of its end."""
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return await call
+    except RayTaskError as error:
+        raise cast(RayTaskError, error).cause from error
+    except RayError as error:
+        raise note_death(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
 def find_cluster() -> RayBackend:
@@ -395,7 +395,7 @@ def _host_of(node: str) -> Any:
         get_if_exists=True,
         num_cpus=0,
         max_restarts=-1,
-        max_concurrency=_MAX_CALLS,
+        max_concurrency=100_000,  # Each command, job and sandbox is a call.
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
     )
     host = make.remote()
