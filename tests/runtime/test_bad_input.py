@@ -11,9 +11,9 @@ import pytest
 
 from strop.errors import SandboxRefused
 from strop.runtime import host as of_hosts
-from strop.runtime.contract import FailureKind, State
-from strop.runtime.held import as_failure
-from strop.sandbox import engine
+from strop.runtime.contract import StartRequest, State
+from strop.runtime.host import HostSettings, LocalHost
+from strop.sandbox import choose, engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.podman import make_init
 from tests.fixtures.hosts import host_of, workspace_at
@@ -57,8 +57,8 @@ async def require_not_started(image: str, why: str) -> None:
     async with host_of("podman") as orders:
         await orders.start("r1", image=image, command=("/bin/sh", "-c", "true"))
         failed = await orders.wait_for("r1", State.FAILED)
-        assert failed.failure_kind is FailureKind.IMAGE_ERROR
-        assert why in failed.cause
+        assert failed["failure_kind"] == "image_error"
+        assert why in failed["cause"]
 
 
 @pytest.mark.slow
@@ -69,26 +69,42 @@ async def test_who_programs_are_is_a_hint() -> None:
         for user in (10001, 70_000):
             url = await orders.start(f"r{user}", run_as_user=user)
             ready = await orders.wait_for(f"r{user}", State.READY, State.FAILED)
-            assert ready.state is State.READY, ready.cause
+            assert ready["status"] == "running", ready["cause"]
             async with workspace_at(url) as workspace:
                 result = await workspace.run("id -u; echo x > /workspace/x")
-            own = ready.isolation["host_uid"]
-            has_own = user >= NUM_IDS or not ready.isolation["userns"]
+            own = ready["isolation"]["host_uid"]
+            has_own = user >= NUM_IDS or not ready["isolation"]["userns"]
             assert result == (0, f"{own if has_own else user}\n")
             assert own != user
             assert has_own is (user >= NUM_IDS)
-            await orders.host.stop(f"r{user}", "it is asked for")
+            await orders.stop(f"r{user}")
 
 
-def test_a_refusal_has_an_owner() -> None:
+async def test_a_refusal_has_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether an image is to blame that no sandbox was made, or the machine."""
     owners = {
-        FailureKind.IMAGE_ERROR: ("image", "architecture", "interpreter"),
-        FailureKind.INFRA_LOST: ("graph_root", "subuid", "newuidmap", "level", "host", "podman", "no_space"),
+        "image_error": ("image", "architecture", "interpreter"),
+        "infra_lost": (
+            "registry",
+            "graph_root",
+            "subuid",
+            "newuidmap",
+            "level",
+            "host",
+            "podman",
+            "no_space",
+        ),
     }
-    for owner, kinds in owners.items():
-        for kind in kinds:
-            assert as_failure(SandboxRefused("it is so", kind=kind)).kind is owner
+    async with host_of("process") as orders:
+        for owner, kinds in owners.items():
+            for kind in kinds:
+
+                async def refuse(*_: object, kind: str = kind) -> None:
+                    raise SandboxRefused("it is so", kind=kind)
+
+                monkeypatch.setattr(LocalHost, "make", refuse)
+                await orders.start(kind)
+                assert (await orders.wait_for(kind, State.FAILED))["failure_kind"] == owner
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="podman of an ordinary user is asked for more than its graph root")
@@ -102,12 +118,23 @@ def test_a_node_does_without_an_engine_on_a_shared_disk(
     mounts = f"32 24 0:28 / {tmp_path} rw - nfs4 server:/export rw\n"
     monkeypatch.setattr(engine, "require_local", partial(engine.require_local, mounts=mounts))
     monkeypatch.setattr(of_hosts, "BACKENDS", ("podman", "process"))
-    lines: list[str] = []
-    assert asyncio.run(of_hosts.find_backends((), lines.append)) == ("process",)
-    (line,) = lines
-    assert "no sandboxes by podman" in line
-    assert "on a disk that machines share" in line
-    assert f"nfs4, over the network, mounted at {tmp_path}" in line
+    monkeypatch.setattr(of_hosts, "ENGINES", ("podman",))
+    monkeypatch.setattr(choose, "_tried", {})
+
+    async def ask() -> None:
+        host = LocalHost(HostSettings())
+        await host.open()
+        for image, is_there in (("host", True), ("img", False)):
+            request = StartRequest(image=image, command=("a",), session_id="s")
+            if is_there:
+                assert await host.fetch(request) is None
+                continue
+            with pytest.raises(SandboxRefused) as caught:
+                await host.fetch(request)
+            assert caught.value.kind == "image"
+            assert f"nfs4, over the network, mounted at {tmp_path}" in str(caught.value)
+
+    asyncio.run(ask())
     with pytest.raises(SandboxRefused) as caught:
-        asyncio.run(of_hosts.find_backends(("podman",), lines.append))
+        asyncio.run(LocalHost(HostSettings(backends=("podman",))).open())
     assert caught.value.kind == "graph_root"

@@ -14,8 +14,7 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.runtime.contract import SERVICE_KEY_HEADER
-from strop.runtime.service import Policy
-from tests.fixtures.runtime_service import Service, service, start_body, until
+from tests.fixtures.runtime_service import POLICY, Service, service, start_body, until
 
 ADA, BOB = "a" * 24, "b" * 24
 PATHS = ("/list", "/sessions/S1", "/metrics", "/nodes", "/nothing")
@@ -86,11 +85,12 @@ async def status_of(it: Service, key: str) -> int:
     return (await it.client.get("/list", headers={SERVICE_KEY_HEADER.encode(): key.encode()})).status_code
 
 
-async def test_another_owners_sandbox_does_not_exist(tmp_path: Path) -> None:
+async def test_another_owners_sandbox_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.runtime.service.HOLD_S", 0.0)
     keys = tmp_path / "keys"
     keys.write_text(f"bob {BOB}\nada {ADA}\n")
     keys.chmod(0o600)
-    async with service(tmp_path, policy=Policy(hold_s=0.0)) as it:
+    async with service(tmp_path, policy=POLICY) as it:
         mine = await it.start("S1")
         async with it.client_with(BOB) as bob:
             assert (await bob.get("/list")).json() == {"runtimes": []}
@@ -179,5 +179,7 @@ async def test_changes_are_logged_and_keys_are_not(tmp_path: Path, caplog: pytes
         await it.post("/stop", record["runtime_id"])
         secrets = [record["session_api_key"], it.key]
     lines = [line for line in caplog.messages if record["runtime_id"] in line]
-    assert [line.split(": ")[1].split(" ")[0] for line in lines] == ["image", "ready", "stopped"]
+    assert [line.split(": ")[1].split(" ")[0] for line in lines] == [
+        *("image", "starting", "ready", "stopped")
+    ]
     assert not any(secret in caplog.text for secret in secrets)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused, ConfigError
-from strop.io.endpoints import Endpoint
+from strop.io.endpoints import RUNTIME, Endpoint, read_endpoint, withdraw, write_endpoint
 from strop.runtime.keys import find_owner, open_keys, read_keys, require_keys_or_loopback
-from strop.runtime.service_dir import ServiceDir
+from strop.runtime.service_dir import wait_for_server
 
 KEYS = [f"{letter * 20}" for letter in "abcd"]
 
@@ -25,7 +25,7 @@ def write_keys(path: Path, *lines: str, mode: int = 0o600) -> Path:
 def test_a_missing_file_is_made_for_its_owner_alone_and_read_again_as_it_is(tmp_path: Path) -> None:
     keys = open_keys(tmp_path / "keys", "ada")
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o600
-    assert [key.owner for key in keys] == ["ada"]
+    assert [*keys.values()] == ["ada"]
     assert open_keys(tmp_path / "keys", "bob") == keys
 
 
@@ -71,16 +71,16 @@ def test_no_keys_only_on_loopback() -> None:
         require_keys_or_loopback(host)
 
 
-def serve_and(folder: ServiceDir, *, is_listening: bool) -> Endpoint:
+def serve_and(folder: Path, *, is_listening: bool) -> Endpoint:
     async def act() -> Endpoint:
         server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        folder.announce(Endpoint(url=f"http://127.0.0.1:{port}", key="k"))
+        write_endpoint(folder, RUNTIME, Endpoint(url=f"http://127.0.0.1:{port}", key="k"))
         if not is_listening:
             server.close()
             await server.wait_closed()
         try:
-            return await folder.wait_for_service(limit_s=0.5)
+            return await wait_for_server(folder, RUNTIME, limit_s=0.5)
         finally:
             server.close()
 
@@ -88,25 +88,23 @@ def serve_and(folder: ServiceDir, *, is_listening: bool) -> Endpoint:
 
 
 def test_clients_find_the_service_by_a_file_of_this_user_alone(tmp_path: Path) -> None:
-    folder = ServiceDir(tmp_path / "s")
+    folder = tmp_path / "s"
     assert serve_and(folder, is_listening=True).key == "k"
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.path.iterdir()}
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == {0o600}
-    folder.retire()
-    folder.retire()
-    assert folder.find() is None
+    withdraw(folder, (RUNTIME,))
+    withdraw(folder, (RUNTIME,))
+    assert read_endpoint(folder, RUNTIME) is None
 
 
 def test_an_address_that_a_killed_service_left_is_not_used(tmp_path: Path) -> None:
-    with pytest.raises(CheckRefused, match="no sandbox service has written its address in"):
-        serve_and(ServiceDir(tmp_path), is_listening=False)
+    with pytest.raises(CheckRefused, match="no runtime of a sandbox service"):
+        serve_and(tmp_path, is_listening=False)
 
 
 def test_what_ended_meanwhile_is_told_at_once(tmp_path: Path) -> None:
-    folder = ServiceDir(tmp_path)
-
     def check() -> None:
         raise CheckRefused("it ended", allowed="a life", next_step="mend it")
 
     with pytest.raises(CheckRefused, match="it ended"):
-        asyncio.run(folder.wait_for_service(limit_s=60.0, check=check))
+        asyncio.run(wait_for_server(tmp_path, RUNTIME, limit_s=60.0, check=check))

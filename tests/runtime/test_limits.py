@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from strop.runtime.contract import FailureKind, SandboxReport, StartRequest, State
+from strop.runtime.contract import FailureKind, StartRequest, State
 from strop.runtime.service import Policy, Service
 from strop.runtime.session import Session
-from tests.fixtures.scripted_host import ScriptedHost, slots
+from tests.fixtures.scripted_host import ScriptedHost
 
 POLICY = Policy()
 
@@ -28,7 +28,7 @@ async def service_of(policy: Policy = POLICY) -> AsyncIterator[Service]:
 
 
 async def add_host(service: Service) -> ScriptedHost:
-    host = ScriptedHost(capacity=slots(8))
+    host = ScriptedHost()
     service.add_host("n", host, host.facts())
     return host
 
@@ -37,11 +37,10 @@ async def begin(service: Service, name: str = "S1", *, owner: str = "ada") -> Se
     return await service.start(owner, StartRequest(image="img", command=("a",), session_id=name))
 
 
-def make_ready(service: Service, *ready: Session) -> None:
+def make_ready(*ready: Session) -> None:
     """Let sandboxes be ready, wherever they are."""
     for session in ready:
-        service._take(SandboxReport(runtime_id=session.runtime_id, state=State.READY, version=1))
-        assert session.state is State.READY
+        session.enter(State.READY)
 
 
 def age(session: Session, seconds: float) -> None:
@@ -58,7 +57,7 @@ async def test_a_lease_that_is_not_renewed_ends_its_sandbox_and_no_other() -> No
             await begin(service, "S2"),
             await begin(service, "S1", owner="bob"),
         )
-        make_ready(service, leased, free, foreign)
+        make_ready(leased, free, foreign)
         assert service.renew("ada", [leased.runtime_id, foreign.runtime_id, "unknown"], 60.0) == [leased]
         age(leased, 59.0)
         service.tick()
@@ -91,7 +90,7 @@ async def test_age_and_idleness_end_a_sandbox(policy: Policy, cause: str) -> Non
     async with service_of(policy) as service:
         session = await begin(service)
         service.find("ada", "S1")
-        make_ready(service, session)
+        make_ready(session)
         age(session, 99.0)
         service.tick()
         assert session.is_alive
@@ -105,22 +104,13 @@ async def test_a_jump_of_the_clock_ends_nothing(monkeypatch: pytest.MonkeyPatch)
         await add_host(service)
         session = await begin(service)
         service.renew("ada", None, 60.0)
-        make_ready(service, session)
+        make_ready(session)
         now = time.time()
         for jump in (3600.0, -7200.0):
             monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
             service.tick()
             assert session.is_alive
             assert service.nodes
-
-
-async def test_a_report_that_was_overtaken_changes_nothing() -> None:
-    async with service_of() as service:
-        session = await begin(service)
-        make_ready(service, session)
-        for version, state in ((3, State.PAUSED), (2, State.READY)):
-            service._take(SandboxReport(runtime_id=session.runtime_id, state=state, version=version))
-        assert session.state is State.PAUSED
 
 
 async def test_a_bounded_number_of_ended_sandboxes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,17 +123,19 @@ async def test_a_bounded_number_of_ended_sandboxes_is_kept(monkeypatch: pytest.M
         assert len(service.by_runtime) == 5
 
 
-async def test_a_stop_that_only_the_host_wanted_is_a_loss() -> None:
+async def test_a_sandbox_that_is_lost_frees_its_slot() -> None:
     async with service_of() as service:
-        await add_host(service)
+        host = await add_host(service)
         session = await begin(service)
-        make_ready(service, session)
-        over = SandboxReport(
-            runtime_id=session.runtime_id, state=State.STOPPED, version=9, cause="its host ends"
-        )
-        service._take(over)
-        assert (session.state, session.failure_kind) == (State.FAILED, FailureKind.INFRA_LOST)
-        assert session.cause == "its host ends"
+        await session.settled.wait()
+        host.sandbox_of("S1").lose()
+        assert session.living is not None
+        await session.living
         assert session.clearing is not None
         await session.clearing
-        assert not service.admission.rooms["n"].taken
+        assert (session.state, session.failure and session.failure.kind) == (
+            State.FAILED,
+            FailureKind.INFRA_LOST,
+        )
+        assert not service.nodes["n"].taken
+        assert not host.sandboxes

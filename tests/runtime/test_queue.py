@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
+from typing import Any
 
 import pytest
 
-from strop.runtime.contract import FailureKind, SandboxReport, Slot, StartRequest, State
+from strop.runtime.contract import FailureKind, Slot, StartRequest, State
 from strop.runtime.gate import Gate
-from strop.runtime.queue import DRAIN_BEFORE_END_S, Admission
-from strop.runtime.session import BEGINNING, WORDS, Session
+from strop.runtime.queue import DRAIN_BEFORE_END_S, Node, explain_impossible, place
+from strop.runtime.session import BEGINNING, WORDS, Failure, Session
+from tests.fixtures.scripted_host import Script, ScriptedHost
 
 GIB = 1 << 30
 
@@ -26,10 +27,6 @@ def slot_of(cpus: float = 1, gib: int = 1) -> Slot:
     return Slot(cpus=cpus, memory_bytes=gib * GIB, disk_bytes=GIB, processes=64)
 
 
-def node_of(cpus: float, gib: int) -> Slot:
-    return Slot(cpus=cpus, memory_bytes=gib * GIB, disk_bytes=100 * GIB, processes=100_000)
-
-
 def session_of(name: str, *, owner: str = "ada", cpus: float = 1, gib: int = 1) -> Session:
     request = StartRequest(image="img", command=("a",), session_id=name)
     slot = slot_of(cpus, gib)
@@ -38,98 +35,107 @@ def session_of(name: str, *, owner: str = "ada", cpus: float = 1, gib: int = 1) 
     )
 
 
-def admission_of(cpu_factor: float = 1.0, **nodes: Slot) -> Admission:
-    admission = Admission(cpu_factor=cpu_factor)
-    for name, capacity in nodes.items():
-        admission.add_room(name, capacity)
-    return admission
+def node_of(name: str, cpus: float, gib: int, *, cpu_factor: float = 1.0, **more: Any) -> Node:
+    host = ScriptedHost(cpus=cpus, memory_bytes=gib * GIB, script=Script(**more))
+    return Node(node_id=name, host=host, facts=host.facts(), cpu_factor=cpu_factor)
 
 
-def names_taken(admission: Admission) -> list[tuple[str, str]]:
-    return [(session.runtime_id, node) for session, node in admission.take()]
+class Queue:
+    """Sessions that wait for a slot on some nodes."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self.nodes = nodes
+        self.waiting: list[Session] = []
+
+    def add(self, *names: str, **more: Any) -> None:
+        self.waiting += [session_of(name, **more) for name in names]
+
+    def take(self) -> list[tuple[str, str]]:
+        """Give slots; return the names of the sessions and of their nodes."""
+        placed = list(place(self.waiting, self.nodes))
+        self.waiting = [one for one in self.waiting if one not in [session for session, _ in placed]]
+        return [(session.runtime_id, node.node_id) for session, node in placed]
+
+    def release(self, name: str) -> None:
+        for node in self.nodes:
+            node.taken = {one for one in node.taken if one.runtime_id != name}
 
 
-def test_first_come_first_served_and_the_rest_wait_with_their_places() -> None:
-    admission = admission_of(n=node_of(2, 8))
-    sessions = [session_of(name) for name in "abcd"]
-    for one in sessions:
-        admission.add(one)
-    assert names_taken(admission) == [("a", "n"), ("b", "n")]
-    assert [admission.place_of(one) for one in sessions] == [0, 0, 1, 2]
-    admission.release(sessions[0])
-    admission.release(sessions[0])
-    assert names_taken(admission) == [("c", "n")]
-    admission.remove(sessions[3])
-    admission.remove(sessions[3])
-    assert len(admission) == 0
+def test_first_come_first_served() -> None:
+    queue = Queue(node_of("n", 2, 8))
+    queue.add(*"abcd")
+    assert queue.take() == [("a", "n"), ("b", "n")]
+    assert queue.take() == []
+    queue.release("a")
+    assert queue.take() == [("c", "n")]
+    assert Queue().take() == []
 
 
 def test_owners_share_and_one_with_many_requests_does_not_push_out_another() -> None:
-    admission = admission_of(n=node_of(4, 8))
-    for index in range(6):
-        admission.add(session_of(f"a{index}", owner="ada"))
-    for index in range(6):
-        admission.add(session_of(f"b{index}", owner="bob"))
-    assert [name for name, _ in names_taken(admission)] == ["a0", "b0", "a1", "b1"]
+    queue = Queue(node_of("n", 4, 8))
+    queue.add(*(f"a{index}" for index in range(6)), owner="ada")
+    queue.add(*(f"b{index}" for index in range(6)), owner="bob")
+    assert [name for name, _ in queue.take()] == ["a0", "b0", "a1", "b1"]
+
+
+def test_who_has_most_of_a_scarce_resource_comes_later() -> None:
+    queue = Queue(node_of("n", 8, 16))
+    queue.add("a0", owner="ada", gib=9)
+    queue.add("b0", "b1", owner="bob")
+    queue.add("a1", owner="ada")
+    assert [name for name, _ in queue.take()] == ["a0", "b0", "b1", "a1"]
 
 
 def test_the_node_that_is_left_with_the_least_takes_a_request() -> None:
-    admission = admission_of(large=node_of(16, 64), small=node_of(2, 4))
-    admission.add(session_of("a", gib=3))
-    admission.add(session_of("b", gib=3))
-    assert names_taken(admission) == [("a", "small"), ("b", "large")]
+    queue = Queue(node_of("large", 16, 64), node_of("small", 2, 4))
+    queue.add("a", "b", gib=3)
+    assert queue.take() == [("a", "small"), ("b", "large")]
 
 
 def test_processors_may_be_promised_more_than_once_and_memory_not() -> None:
-    admission = admission_of(cpu_factor=4.0, n=node_of(1, 7))
     # Each takes a GiB of memory, and another for its files.
-    for name in "abcde":
-        admission.add(session_of(name))
-    assert [name for name, _ in names_taken(admission)] == ["a", "b", "c"]
+    queue = Queue(node_of("n", 1, 7, cpu_factor=4.0))
+    queue.add(*"abcde")
+    assert [name for name, _ in queue.take()] == ["a", "b", "c"]
 
 
 def test_what_can_never_fit_is_told_in_numbers() -> None:
-    admission = admission_of(n=node_of(2, 4))
-    assert admission.explain_impossible(slot_of(gib=3)) == ""
-    assert "memory_bytes 4.29497e+09 of 9.66368e+09" in admission.explain_impossible(slot_of(gib=8))
-    assert "cpus 2 of 3" in admission.explain_impossible(slot_of(cpus=3))
+    small = [node_of("n", 2, 4)]
+    assert explain_impossible(slot_of(gib=3), small) == ""
+    assert "memory_bytes 4.29497e+09 of 9.66368e+09" in explain_impossible(slot_of(gib=8), small)
+    assert "cpus 2 of 3" in explain_impossible(slot_of(cpus=3), small)
     # Nodes may still come.
-    assert admission_of().explain_impossible(slot_of(gib=8)) == ""
-    both = admission_of(wide=node_of(8, 1), tall=node_of(1, 8))
-    assert {"wide", "tall"} <= set(both.explain_impossible(slot_of(cpus=4, gib=4)).split())
+    assert explain_impossible(slot_of(gib=8), []) == ""
+    both = [node_of("wide", 8, 1), node_of("tall", 1, 8)]
+    assert {"wide", "tall"} <= set(explain_impossible(slot_of(cpus=4, gib=4), both).split())
 
 
-def test_a_node_that_ends_soon_takes_nothing_and_a_dropped_one_gives_its_sessions_back() -> None:
-    admission = admission_of(n=node_of(2, 4))
-    first, second = session_of("a"), session_of("b")
-    admission.add(first)
-    assert names_taken(admission) == [("a", "n")]
-    admission.rooms["n"].ends_at = time.monotonic() + DRAIN_BEFORE_END_S - 1.0
-    admission.add(second)
-    assert names_taken(admission) == []
-    assert admission.drop_room("n") == [first]
-    assert len(admission) == 1
+def test_a_node_that_ends_soon_takes_nothing() -> None:
+    for ends_in_s, taken in ((DRAIN_BEFORE_END_S - 1.0, []), (DRAIN_BEFORE_END_S + 60.0, [("a", "n")])):
+        queue = Queue(node_of("n", 2, 4, ends_in_s=ends_in_s))
+        queue.add("a")
+        assert queue.take() == taken
 
 
 def test_a_large_request_lets_other_owners_pass_and_not_its_own() -> None:
-    admission = admission_of(n=node_of(4, 8))
-    admission.add(session_of("holder", owner="cyd", cpus=2))
-    admission.take()
-    for session in (session_of("large", cpus=4), session_of("small"), session_of("b0", owner="bob")):
-        admission.add(session)
-    assert names_taken(admission) == [("b0", "n")]
+    queue = Queue(node_of("n", 4, 8))
+    queue.add("holder", owner="cyd", cpus=2)
+    queue.take()
+    queue.add("large", cpus=4)
+    queue.add("small")
+    queue.add("b0", owner="bob")
+    assert queue.take() == [("b0", "n")]
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.3])
 def test_fractions_of_processors_add_up(factor: float) -> None:
-    admission = admission_of(n=node_of(3 * factor, 64))
-    for name in "abcd":
-        admission.add(session_of(name, cpus=factor))
-    taken = admission.take()
+    queue = Queue(node_of("n", 3 * factor, 64))
+    queue.add(*"abcd", cpus=factor)
+    taken = queue.take()
     assert len(taken) == 3
-    for session, _ in taken:
-        admission.release(session)
-    assert len(admission.take()) == 1
+    for name, _ in taken:
+        queue.release(name)
+    assert len(queue.take()) == 1
 
 
 # What the protocol says of each state of a server, and which states and failures here mean it.
@@ -157,10 +163,10 @@ def session_in(state: State, kind: FailureKind | None = None) -> Session:
         key="k",
         request=StartRequest(image="img", command=("a",), session_id="s"),
         slot=Slot(cpus=1, memory_bytes=1, disk_bytes=1, processes=1),
-        failure_kind=kind,
+        failure=Failure(kind, "the cause") if kind else None,
         cause="the cause" if kind else "",
-        newest=SandboxReport(runtime_id="r", state=state, log_tail="the log"),
         gate=GATE,
+        _output=b"the log",
     )
     session.enter(state)
     return session

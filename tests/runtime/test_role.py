@@ -21,14 +21,13 @@ from tests.fixtures import runtime_service
 SERVICE = """
 import socket, sys, time
 from pathlib import Path
-from strop.io.endpoints import Endpoint
-from strop.runtime.service_dir import ServiceDir
+from strop.io.endpoints import RUNTIME, Endpoint, write_endpoint
 
 held = socket.create_server(("127.0.0.1", 0))
 if sys.argv[2] == "bad":
     sys.exit("no backend isolates here")
 url = f"http://127.0.0.1:{held.getsockname()[1]}"
-ServiceDir(Path(sys.argv[1])).announce(Endpoint(url=url, key="run-key"))
+write_endpoint(Path(sys.argv[1]), RUNTIME, Endpoint(url=url, key="run-key"))
 time.sleep(60)
 """
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from strop.cli import main
-from strop.runtime.contract import FailureKind, SandboxFailed
-from strop.runtime.images import Images, engine_of, is_transient
-from strop.runtime.service_dir import ServiceDir
+from strop.errors import SandboxRefused
+from strop.io.endpoints import RUNTIME, read_endpoint
+from strop.runtime.images import Images, kind_of
 from tests.conftest import require_system_part
 from tests.fixtures.commands import Run, run
 from tests.fixtures.runtime_client import RuntimeClient, processes_of, wait_for
@@ -21,14 +21,14 @@ from tests.fixtures.runtime_processes import assert_gone, find_traces
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[ServiceDir, subprocess.Popen[bytes]]]:
+def served(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     require_system_part("bubblewrap", any(Path(path, "bwrap").exists() for path in os.get_exec_path()))
-    folder = ServiceDir(tmp_path / "service")
-    words = ["runtime", "serve", "--dir", str(folder.path), "--backend", "bubblewrap"]
+    folder = tmp_path / "service"
+    words = ["runtime", "serve", "--dir", str(folder), "--backend", "bubblewrap"]
     with (tmp_path / "output").open("wb") as output:
         child = subprocess.Popen([sys.executable, "-m", "strop.cli", *words], stdout=output, stderr=output)
     try:
-        wait_for(folder.find, lambda found: found is not None or child.poll() is not None)
+        wait_for(lambda: read_endpoint(folder, RUNTIME), lambda found: found or child.poll() is not None)
         yield folder, child
     finally:
         child.kill()
@@ -36,20 +36,20 @@ def served(tmp_path: Path) -> Iterator[tuple[ServiceDir, subprocess.Popen[bytes]
 
 
 @pytest.mark.slow
-def test_an_end_leaves_nothing(served: tuple[ServiceDir, subprocess.Popen[bytes]]) -> None:
+def test_an_end_leaves_nothing(served: tuple[Path, subprocess.Popen[bytes]]) -> None:
     folder, child = served
-    endpoint = folder.find()
+    endpoint = read_endpoint(folder, RUNTIME)
     assert endpoint is not None
     with RuntimeClient(endpoint) as client:
         client.start("s")
         assert client.run(client.wait_ready("s"), "echo up") == (0, "up\n")
     # One process answers clients and holds the sandboxes.
-    assert len(processes_of(folder.path)) == 1
+    assert len(processes_of(folder)) == 1
     pids, places = find_traces(child.pid)
     assert pids
     child.terminate()
     assert child.wait(60) == 0
-    assert folder.find() is None
+    assert read_endpoint(folder, RUNTIME) is None
     assert_gone(pids, places)
 
 
@@ -92,17 +92,18 @@ __all__ = ["run"]
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        ("received unexpected HTTP status: 503 Service Unavailable", True),
-        ("invalid status code from registry 429 (Too Many Requests)", True),
-        ("dial tcp: lookup registry.invalid: no such host", True),
-        ("dial tcp 10.0.0.1:443: connect: connection refused", True),
+        ("received unexpected HTTP status: 503 Service Unavailable", "registry"),
+        ("invalid status code from registry 429 (Too Many Requests)", "registry"),
+        ("dial tcp: lookup registry.invalid: no such host", "registry"),
+        ("dial tcp 10.0.0.1:443: connect: connection refused", "registry"),
         # Numbers of a name, a port and a digest are no status.
-        ("reading manifest latest in h:45029/django-15032: manifest unknown, sha256:429a50342", False),
-        ("unauthorized: authentication required", False),
+        ("reading manifest latest in h:45029/django-15032: manifest unknown, sha256:429a50342", "image"),
+        ("unauthorized: authentication required", "image"),
+        ("write /var/tmp/storage1: no space left on device", "no_space"),
     ],
 )
-def test_what_a_registry_may_say_otherwise_later(output: str, expected: bool) -> None:
-    assert is_transient(output) is expected
+def test_what_a_registry_may_say_otherwise_later(output: str, expected: str) -> None:
+    assert kind_of(output) == expected
 
 
 class ScriptedImages(Images):
@@ -113,20 +114,11 @@ class ScriptedImages(Images):
         self.asked: list[str] = []
         self.missing = {"c:1"}
 
-    async def fetch(self, image: str, policy: str, say: object) -> str:
+    async def fetch(self, image: str, policy: str) -> str:
         self.asked.append(image)
         if image in self.missing:
-            raise SandboxFailed(FailureKind.IMAGE_ERROR, f"image {image} is not there")
+            raise SandboxRefused(f"image {image} is not there", kind="image")
         return f"id of {image}"
-
-
-def test_the_images_of_a_node_are_in_the_store_of_its_first_engine() -> None:
-    for backends, engine in (
-        (("bubblewrap", "podman", "docker"), "podman"),
-        (("docker", "podman"), "docker"),
-        (("process",), "podman"),
-    ):
-        assert engine_of(backends) == engine
 
 
 def test_images_are_fetched_by_a_command_that_tells_failures(
@@ -139,6 +131,6 @@ def test_images_are_fetched_by_a_command_that_tells_failures(
     listed.write_text("\n".join([*names, "a:1", ""]))
     ended = run("runtime", "prebuild", listed)
     assert (ended.code, sorted(store.asked)) == (1, names)
-    assert "c:1: image_error" in ended.err
+    assert "c:1: image: " in ended.err
     store.missing.clear()
     assert run("runtime", "prebuild", listed).code == 0

@@ -112,16 +112,16 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
             next_step="name the site with --on, or leave them out",
         )
     from strop.io.variables import LOG_FORMAT
-    from strop.runtime.serve import ServeOptions, read_host_settings, read_policy, serve_until_signal
-    from strop.runtime.service_dir import ServiceDir
+    from strop.runtime.host import HostSettings
+    from strop.runtime.serve import ServeOptions, read_policy, serve_until_signal
+    from strop.runtime.service_dir import KEYS
 
-    folder, address = ServiceDir(args.dir), _find_host(args.host, os.environ)
+    folder, address = args.dir.absolute(), _find_host(args.host, os.environ)
     node, first = _read_node(args.node)
     if node > first:
         join_service(args.dir)
     _words_of_hosts(args)
-    host = read_host_settings(
-        folder,
+    host = HostSettings(
         backends=tuple(name for name in args.backend or () if name != "auto"),
         network=args.network,
         registries=tuple(args.registry or ()),
@@ -141,7 +141,7 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
     asyncio.run(
         serve_until_signal(
             options,
-            lambda endpoint: output.say(f"serving at {endpoint.url}; its keys are in {folder.keys_path}"),
+            lambda endpoint: output.say(f"serving at {endpoint.url}; its keys are in {folder / KEYS}"),
         )
     )
 
@@ -167,11 +167,11 @@ def fetch_images(
     import asyncio
     import shutil
 
-    from strop.runtime.images import Images, engine_of, prebuild
+    from strop.runtime.images import Images, prebuild
     from strop.sandbox.engine import ENGINES
 
     output: Output = context.obj
-    engine = engine_of([name for name in ENGINES if shutil.which(name)])
+    engine = next(filter(shutil.which, ENGINES), ENGINES[0])
     names = list(dict.fromkeys(images.read().split()))
     num_failed = asyncio.run(prebuild(names, Images(engine), num_at_once=at_once, say=output.say))
     output.give(f"{len(names)} images, {num_failed} failed")

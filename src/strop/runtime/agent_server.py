@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from strop.runtime.contract import Order, StartRequest
+from strop.runtime.contract import StartRequest
 from strop.sandbox.contract import Mount
 from strop.store.python_environment import PythonEnvironment
 
@@ -37,20 +37,20 @@ def is_agent_server(request: StartRequest) -> bool:
     return any(word.rpartition("/")[2] in _AGENT_WORDS for word in request.command)
 
 
-def server_environment(order: Order, scratch: str) -> dict[str, str]:
+def server_environment(request: StartRequest, key: str, scratch: str) -> dict[str, str]:
     """Return the environment of a server: the client's variables, and those that the service sets."""
     folder = f"{scratch}/.agent-server"
     return {
         "OH_ENABLE_VSCODE": "false",
         "OH_PRELOAD_TOOLS": "false",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        **order.request.environment,
+        **request.environment,
         "OH_BASH_EVENTS_DIR": f"{folder}/bash_events",
         "OH_CONVERSATIONS_PATH": f"{folder}/conversations",
         # The path of a socket is limited to 107 bytes.
         "TMUX_TMPDIR": "/tmp",
-        "OH_SESSION_API_KEYS_0": order.session_api_key,
-        "SESSION_API_KEY": order.session_api_key,
+        "OH_SESSION_API_KEYS_0": key,
+        "SESSION_API_KEY": key,
         # Without it the server encrypts its files with the session key.
         "OH_SECRET_KEY": secrets.token_urlsafe(32),
     }

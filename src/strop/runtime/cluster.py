@@ -11,33 +11,86 @@ import logging
 import os
 import socket
 import sys
-import time
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from strop.cluster.ray.node import require_ray
 from strop.cluster.ray.runtime import RayHead
-from strop.errors import CheckRefused, SandboxError, SandboxRefused
-from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
-from strop.io.atomic import write_bytes_atomically
+from strop.errors import SandboxError, SandboxLost
+from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_host_address
+from strop.io.endpoints import Endpoint, withdraw, write_endpoint
 from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
-from strop.runtime.contract import HostFacts, Order, SandboxReport
-from strop.runtime.gate import dial
-from strop.runtime.host import HostFailed, HostSettings, SandboxHost
+from strop.runtime.contract import Slot, StartRequest
+from strop.runtime.gate import Gate, dial
+from strop.runtime.host import HostFacts, HostSettings, LocalHost, Server
 from strop.runtime.service import Service
-from strop.runtime.service_dir import START_LIMIT_S
-from strop.sandbox.hosts import answer_of
+from strop.runtime.service_dir import START_LIMIT_S, wait_for_server
+from strop.sandbox.hosts import HostRequests, SandboxHost, answer_of
+from strop.sandbox.served import ServedSandbox
 from strop.spec.layout import RAY_NODE_MODULE
 
+RAY = "ray"
+"""The name of the head's address in the service's folder."""
 _LOOK_EVERY_S = 2.0
-_CLOSE_LIMIT_S = 30.0
-_POLL_S = 0.2
 _log = logging.getLogger("strop.runtime.cluster")
 
 
+class NodeHost(SandboxHost):
+    """The host of a node: an actor, which also holds a port there for each server in a sandbox."""
+
+    def __init__(self, settings: HostSettings) -> None:
+        super().__init__()
+        self._local = LocalHost(settings)
+        self._gates: dict[str, Gate] = {}
+
+    async def open(self) -> HostFacts:
+        """Prepare it; see `LocalHost.open`."""
+        return await self._local.open()
+
+    async def fetch(self, request: StartRequest) -> str | None:
+        """Return the id of an image; see `Host.fetch`."""
+        return await self._local.fetch(request)
+
+    async def make(
+        self, name: str, request: StartRequest, slot: Slot, image: str | None
+    ) -> tuple[dict[str, Any], str, Server]:
+        """Make a sandbox; return its properties, the address of its server, and how that is started.
+
+        Raises: as `Host.make`; CheckRefused if no port can be held.
+        """
+        sandbox, server = await self._local.make(request, slot, image)
+        properties = self.hold(name, sandbox)
+        address = find_host_address(2, os.environ.get("GLOO_SOCKET_IFNAME"))
+        gate = self._gates[name] = Gate(partial(sandbox.connect, server.port), address)
+        await gate.open()
+        return properties, gate.url, server
+
+    async def end(self, name: str) -> bool:
+        """End a sandbox and release its port; see `SandboxHost.end`."""
+        if (gate := self._gates.pop(name, None)) is not None:
+            await gate.close()
+        return await super().end(name)
+
+    async def stay(self) -> None:
+        """Wait until the actor dies."""
+        await asyncio.Event().wait()
+
+
+class NodeSandbox(ServedSandbox):
+    """A sandbox of a `NodeHost`."""
+
+    def __init__(self, requests: HostRequests, url: str, **properties: Any) -> None:
+        super().__init__(requests, env={}, **properties)
+        self._url = url
+
+    async def connect(self, address: int | str) -> socket.socket:
+        """Return a connection to its server, whose port is `address`. Raises: OSError."""
+        return await dial(self._url)
+
+
 class RayHost:
-    """A `SandboxHost` that is an actor on another node. Raises `HostFailed` once it is dead."""
+    """A `Host` that is an actor on another node."""
 
     def __init__(self, settings: HostSettings, ray_id: str) -> None:
         import ray
@@ -45,50 +98,40 @@ class RayHost:
 
         # The service's own queue shares out the nodes' resources; Ray only has to pin the actor to its node.
         here = NodeAffinitySchedulingStrategy(ray_id, soft=False)
-        actor = ray.remote(SandboxHost).options(num_cpus=0, scheduling_strategy=here)
-        self._actor: Any = actor.remote(settings)
-        self._urls: dict[str, str] = {}
-        """Addresses at its node, by runtime id."""
+        make = ray.remote(NodeHost).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
+        self._actor: Any = make.remote(settings)
 
     async def open(self) -> HostFacts:
-        """Prepare it. Raises: SandboxRefused as `SandboxHost.open`."""
-        return await answer_of(self._actor.open.remote(), HostFailed)
+        """Prepare it; see `LocalHost.open`. Raises: also SandboxLost."""
+        return await answer_of(self._actor.open.remote(), _lost)
 
-    async def start(self, order: Order) -> None:
-        """Begin to make a sandbox, and have it listen at its node. Raises: CheckRefused."""
-        await answer_of(self._actor.start.remote(order), HostFailed)
-        self._urls[order.runtime_id] = await answer_of(
-            self._actor.listen.remote(order.runtime_id), HostFailed
-        )
+    async def fetch(self, request: StartRequest) -> str | None:
+        """Return the id of an image; see `Host.fetch`."""
+        return await answer_of(self._actor.fetch.remote(request), _lost)
 
-    async def connect(self, runtime_id: str) -> socket.socket:
-        """Return a connection to a sandbox's address at its node. Raises: OSError."""
-        if runtime_id not in self._urls:
-            raise ConnectionError("the sandbox is not placed yet")
-        return await dial(self._urls[runtime_id])
+    async def make(self, request: StartRequest, slot: Slot, image: str | None) -> tuple[NodeSandbox, Server]:
+        """Return a fresh sandbox; see `Host.make`."""
+        requests = HostRequests(self._actor)
+        making = requests.keep(requests.make(self._actor.make, request, slot, image))
+        try:
+            properties, url, server = await asyncio.shield(making)
+        except BaseException:
+            # Nobody will have it, and only what was made can be ended.
+            making.add_done_callback(lambda _: requests.close())
+            raise
+        return NodeSandbox(requests, url, **properties), server
 
-    async def stop(self, runtime_id: str, cause: str) -> None:
-        """End a sandbox."""
-        self._urls.pop(runtime_id, None)
-        await answer_of(self._actor.stop.remote(runtime_id, cause), HostFailed)
+    async def wait_lost(self) -> str:
+        """Wait until it is dead and return why."""
+        try:
+            await answer_of(self._actor.stay.remote(), _lost)
+        except SandboxLost as error:
+            return str(error)
+        raise AssertionError("unreachable")
 
-    async def pause(self, runtime_id: str) -> SandboxReport:
-        """Freeze a sandbox. Raises: SandboxError."""
-        return await answer_of(self._actor.pause.remote(runtime_id), HostFailed)
 
-    async def resume(self, runtime_id: str) -> SandboxReport:
-        """Continue a sandbox. Raises: SandboxError."""
-        return await answer_of(self._actor.resume.remote(runtime_id), HostFailed)
-
-    async def states(self, wait_s: float) -> list[SandboxReport]:
-        """Return what has changed."""
-        return await answer_of(self._actor.states.remote(wait_s), HostFailed)
-
-    async def close(self) -> None:
-        """End all sandboxes."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_LIMIT_S):
-                await answer_of(self._actor.close.remote(), HostFailed)
+def _lost(why: str) -> SandboxLost:
+    return SandboxLost(why, kind="infra")
 
 
 class RayHosts:
@@ -101,13 +144,12 @@ class RayHosts:
             # Those of a job are for the cluster of its run.
             os.environ.pop(name, None)
         self._settings = settings
+        self._folder = folder
         self._service = service
-        self._num_nodes = num_nodes
-        self._address_path = folder / "ray.address"
-        self._address_path.unlink(missing_ok=True)
+        withdraw(folder, (RAY,))
         self._head = RayHead(folder, num_nodes, _token_path(folder))
-        self._known: dict[str, str] = {}
-        """The host of each node, by Ray's id of the node; empty where none works."""
+        self._known: dict[str, asyncio.Task[None] | None] = {}
+        """The watch of each node's host, by Ray's id of the node; None where none works."""
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -115,16 +157,15 @@ class RayHosts:
 
         Raises: EngineError if Ray does not start; SandboxRefused if no sandbox can be made on the first node.
         """
-        address = await self._head.start()
-        write_bytes_atomically(self._address_path, address.encode())
+        write_endpoint(self._folder, RAY, Endpoint(url=f"tcp://{await self._head.start()}", key=""))
         await self._add_new()
         self._looking = asyncio.create_task(self._keep_looking())
 
     async def stop(self) -> None:
         """End all of Ray."""
-        if self._looking is not None:
-            self._looking.cancel()
-        self._address_path.unlink(missing_ok=True)
+        for task in filter(None, (self._looking, *self._known.values())):
+            task.cancel()
+        withdraw(self._folder, (RAY,))
         await self._head.stop()
 
     async def _keep_looking(self) -> None:
@@ -133,27 +174,30 @@ class RayHosts:
             await self._add_new()
 
     async def _add_new(self) -> None:
-        """Make a host on each node that has joined."""
+        """Make a host on each node that has joined, and anew where one was lost and its node is alive."""
         import ray
 
         nodes = await asyncio.to_thread(ray.nodes)
-        # A host that was lost is made anew, if its node is alive.
-        served = {ray_id for ray_id, host in self._known.items() if not host or host in self._service.nodes}
-        new = [one for one in nodes if one["Alive"] and one["NodeID"] not in served]
+        new = [one for one in nodes if one["Alive"] and one["NodeID"] not in self._known]
         await asyncio.gather(*(self._add(one["NodeID"], one["NodeName"]) for one in new))
 
     async def _add(self, ray_id: str, name: str) -> None:
         host = RayHost(self._settings, ray_id)
-        self._known[ray_id] = ""
+        self._known[ray_id] = None
         try:
             facts = await host.open()
-        except (HostFailed, SandboxError) as error:
-            if isinstance(error, SandboxRefused) and not self._service.nodes:
+        except SandboxError as error:
+            if self._looking is None:
                 raise
             _log.warning("node %s has no sandboxes: %s", name, error)
             return
-        self._known[ray_id] = f"{name}-{ray_id[:8]}"
-        self._service.add_host(self._known[ray_id], host, facts)
+        node_id = f"{name}-{ray_id[:8]}"
+        self._service.add_host(node_id, host, facts)
+        self._known[ray_id] = asyncio.create_task(self._watch(ray_id, node_id, host))
+
+    async def _watch(self, ray_id: str, node_id: str, host: RayHost) -> None:
+        self._service.drop_host(node_id, await host.wait_lost())
+        del self._known[ray_id]
 
 
 def _token_path(folder: Path) -> Path:
@@ -165,23 +209,15 @@ def join(folder: Path) -> NoReturn:
 
     Raises: CheckRefused if there is no service of several nodes.
     """
-    deadline = time.monotonic() + START_LIMIT_S
-    path = folder.absolute() / "ray.address"
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise CheckRefused(
-                f"no service of several nodes has written {path} for {START_LIMIT_S:.0f} s",
-                allowed="`strop runtime serve` with several nodes, and a folder on a disk that both see",
-                next_step="look at its log; on a cluster, at whether its job has begun",
-            )
-        time.sleep(_POLL_S)
+    found = asyncio.run(wait_for_server(folder.absolute(), RAY, limit_s=START_LIMIT_S))
     index = os.environ.get(NODE_VARIABLE, "0")
     environ = {
         **os.environ,
-        RAY_ADDRESS: path.read_text(),
-        RAY_TOKEN_PATH: str(_token_path(path.parent)),
+        RAY_ADDRESS: found.url.removeprefix("tcp://"),
+        RAY_TOKEN_PATH: str(_token_path(folder.absolute())),
         # 0 is the head.
         NODE_VARIABLE: index if index != "0" else "1",
         NUM_NODES_VARIABLE: "2",
     }
-    os.execve(sys.executable, [sys.executable, "-P", "-m", RAY_NODE_MODULE, str(path.parent)], environ)
+    words = [sys.executable, "-P", "-m", RAY_NODE_MODULE, str(folder.absolute())]
+    os.execve(sys.executable, words, environ)

@@ -1,7 +1,6 @@
-"""What clients, the service and its hosts tell each other.
+"""What clients and the service tell each other: OpenHands' protocol (openhands-workspace 1.58.0).
 
-A client speaks OpenHands' protocol to the service (openhands-workspace 1.58.0): it sends a `StartRequest` and
-receives records. The service orders sandboxes from hosts (`host.SandboxHost`), which report them.
+A client sends a `StartRequest` and receives records (`session`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 SERVICE_KEY_HEADER = "X-API-Key"
 """Holds the caller's key in requests to the service."""
@@ -56,26 +55,13 @@ class FailureKind(StrEnum):
     """It can never fit, or no slot was free before its deadline."""
 
 
-class SandboxFailed(Exception):
-    """A sandbox did not start, or has ended by itself; `kind` says whose fault that is."""
-
-    def __init__(self, kind: FailureKind, cause: str, *, exit_code: int | None = None) -> None:
-        super().__init__(cause)
-        self.kind = kind
-        self.cause = cause
-        self.exit_code = exit_code
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Slot(_Message):
-    """The resources that a sandbox takes of a node, or that a node has."""
+class Slot(BaseModel, frozen=True):
+    """The resources of a sandbox."""
 
     cpus: float
     memory_bytes: int
     disk_bytes: int
+    """Its files are in memory, beside `memory_bytes`."""
     processes: int
 
     def times(self, factor: float) -> Slot:
@@ -88,7 +74,7 @@ class Slot(_Message):
         )
 
 
-class StartRequest(_Message):
+class StartRequest(BaseModel, frozen=True):
     """`POST /start`. Fields that are null count as left out; others, such as `runtime_class`, are ignored."""
 
     image: str = Field(pattern=r"^[^-\x00][^\x00]*$")
@@ -146,45 +132,3 @@ class StartRequest(_Message):
                 raise ValueError(f"{name!r} cannot be the name of a variable")
             texts[name] = str(value).lower() if isinstance(value, bool) else str(value)
         return texts
-
-
-class Order(_Message):
-    """A sandbox that a host has to make."""
-
-    runtime_id: str
-    session_api_key: str
-    slot: Slot
-    request: StartRequest
-
-
-class SandboxReport(_Message):
-    """The state of one sandbox at its host."""
-
-    runtime_id: str
-    state: State
-    version: int = 0
-    """Grows with each change: the older of two reports is dropped."""
-    failure_kind: FailureKind | None = None
-    cause: str = ""
-    """One sentence for `failed` and `stopped`."""
-    exit_code: int | None = None
-    log_tail: str = ""
-    """The last lines that its server wrote, for `pod_logs`."""
-    events: tuple[str, ...] = ()
-    """Progress: pull, start."""
-    isolation: dict[str, Any] = Field(default_factory=dict)
-    """The `sandbox.Isolation` that was reached."""
-    timeline: dict[str, float] = Field(default_factory=dict)
-    """Unix times at which it entered its states."""
-
-
-class HostFacts(_Message):
-    """A host when it was opened."""
-
-    name: str
-    """Of its machine."""
-    pid: int
-    capacity: Slot
-    backends: tuple[str, ...]
-    ends_in_s: float | None = None
-    """Seconds until its allocation ends."""

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
-from strop.errors import CheckRefused
+from strop.errors import CheckRefused, SandboxError, given_of
 
 MAX_CONNECTIONS = 256
 FIRST_BYTES_LIMIT_S = 10.0
@@ -30,7 +30,7 @@ _LINGER_S = 5.0
 _BACKLOG = 2048
 
 Connect = Callable[[], Awaitable[socket.socket]]
-"""Returns a connection to what serves the address. Raises: OSError, whose text is answered with 503."""
+"""Returns a connection to what serves the address. Raises: OSError or SandboxError, answered with 503."""
 
 
 class Connections:
@@ -112,8 +112,8 @@ class Gate:
             try:
                 async with self._opening:
                     inside = await self._connect()
-            except OSError as error:
-                await _refuse(reader, writer, str(error) or type(error).__name__)
+            except (OSError, SandboxError) as error:
+                await _refuse(reader, writer, given_of(error) or type(error).__name__)
             else:
                 note_use = partial(self.connections.note_use, writer.transport)
                 await _splice(first, reader, writer, inside, note_use)

@@ -1,7 +1,7 @@
-"""A host: owns the sandboxes of one machine.
+"""A host: makes the sandboxes of one machine.
 
-The service holds one itself, or asks Ray for one on each node (`cluster`). A host's sandboxes end with it,
-however it ends (`sandbox.daemon`).
+The service has one of its own, or by Ray one on each node (`cluster`). Sandboxes end with the process of
+their host, however it ends (`sandbox.daemon`).
 """
 
 from __future__ import annotations
@@ -11,215 +11,217 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from strop.errors import SandboxError, SandboxLost, SandboxRefused, given_of
-from strop.hardware.ports import find_host_address
+from strop.errors import SandboxError, SandboxRefused, given_of
+from strop.runtime.agent_server import OPENHANDS, injected_argv, injected_mounts, is_agent_server
 from strop.runtime.capacity import find_end, measure_capacity
-from strop.runtime.contract import HostFacts, Order, SandboxReport, Slot
-from strop.runtime.gate import Gate
-from strop.runtime.held import HeldSandbox
-from strop.runtime.making import Maker, MakeSettings
-from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
-from strop.sandbox.choose import BACKENDS
+from strop.runtime.contract import INSIDE_PORT, Slot, StartRequest
+from strop.runtime.images import Images
+from strop.sandbox import IsolationLevel, Limits, SandboxSpec
+from strop.sandbox.choose import BACKENDS, choose_among
+from strop.sandbox.contract import MIB
+from strop.sandbox.engine import ENGINES
+from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.janitor import clear_abandoned
+from strop.sandbox.local import LocalBackend, LocalSandbox
+from strop.sandbox.served import ServedSandbox
 
-_SETTLE_S = 0.02
-"""Changes within this time are told together."""
-_STOPS_AT_ONCE = 32
-_NUM_TRIES = 3
+HOST_IMAGE = "host"
+"""The name for no image: the programs see the node's /usr."""
+_LEVEL = IsolationLevel.RLIMIT
+_OUTPUT_BYTES = 4 * MIB
+_FLOOD_BYTES = 1 << 30
+_MAX_FILES = 200_000
+_MAX_OPEN_FILES = 4096
+_STARTS_PER_CPU = 4
+"""Concurrent starts: making namespaces is mostly waiting for the kernel."""
+_MAKE_FOLDER_LIMIT_S = 30.0
 _log = logging.getLogger("strop.runtime.host")
-
-
-class HostFailed(Exception):
-    """A host did not answer; it, or its machine, is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSettings:
-    """Settings of a host."""
+    """How hosts make sandboxes."""
 
-    make: MakeSettings
-    """Without backends: all that can make a sandbox there."""
-    capacity: Slot | None = None
-    """None: as `measure_capacity` finds."""
+    backends: tuple[str, ...] = ()
+    """The allowed backends; the first that fits an image is taken. None: all that work there."""
+    network: str = "none"
+    registries: tuple[str, ...] = ()
+    """Where clients' images may be pulled from, as HOST or HOST:PORT."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts:
+    """A host when it was opened."""
+
+    name: str
+    """Of its machine."""
+    pid: int
+    cpus: float
+    memory_bytes: int
+    """For the memory and the files of its sandboxes."""
+    ends_in_s: float | None
+    """Seconds until its allocation ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """How the server in a sandbox is started there."""
+
+    argv: list[str]
+    env: dict[str, str]
+    """Beside the client's variables and the service's own."""
+    cwd: str
+    port: int
 
 
 class Host(Protocol):
-    """What the service asks of a host: a `SandboxHost`, here or on another node. Raises: HostFailed."""
+    """What the service asks of a host, here or on another node."""
 
-    async def start(self, order: Order) -> None:
-        """Begin to make a sandbox."""
+    async def fetch(self, request: StartRequest) -> str | None:
+        """Return the id of a request's image, fetched if it is not there; None for none.
+
+        Raises: SandboxRefused as `Images.fetch`, with kind image where no backend has images; SandboxLost.
+        """
         ...
 
-    async def connect(self, runtime_id: str) -> socket.socket:
-        """Return a connection to the server in a sandbox."""
-        ...
+    async def make(
+        self, request: StartRequest, slot: Slot, image: str | None
+    ) -> tuple[ServedSandbox, Server]:
+        """Return a fresh sandbox with a fetched image, for its caller to stop.
 
-    async def stop(self, runtime_id: str, cause: str) -> None:
-        """End a sandbox."""
-        ...
-
-    async def pause(self, runtime_id: str) -> SandboxReport:
-        """Freeze a sandbox."""
-        ...
-
-    async def resume(self, runtime_id: str) -> SandboxReport:
-        """Continue a sandbox."""
-        ...
-
-    async def states(self, wait_s: float) -> list[SandboxReport]:
-        """Return what has changed."""
-        ...
-
-    async def close(self) -> None:
-        """End all sandboxes."""
+        Raises: SandboxRefused, with kind image if its server cannot be started; SandboxLost.
+        """
         ...
 
 
-class SandboxHost:
-    """The sandboxes of this machine. `open` it once, then `close` it.
-
-    Plain values go in and out, except for `connect`, so that it can be an actor on another node.
-    """
+class LocalHost:
+    """A host of this process. `open` it first."""
 
     def __init__(self, settings: HostSettings) -> None:
         self._settings = settings
-        self._held: dict[str, HeldSandbox] = {}
-        self._gates: dict[str, Gate] = {}
-        self._changed: set[str] = set()
-        """Runtime ids of the sandboxes that changed since the last `states`."""
-        self._news = asyncio.Event()
-        self._stop_turn = asyncio.Semaphore(_STOPS_AT_ONCE)
+        self._images: Images | None = None
+        self._turn = asyncio.Semaphore(_STARTS_PER_CPU * len(os.sched_getaffinity(0)))
 
     async def open(self) -> HostFacts:
-        """Find the backends and clear what a killed host left; return the facts.
+        """Choose the backends and clear what a killed host left; return the facts.
 
-        Raises: SandboxRefused if a wanted backend does not work here, or none does; ConfigError if there is
-            no memory for sandboxes.
+        Raises: SandboxRefused if a wanted backend does not work here, or none does; ConfigError for an
+            unknown name, and if there is no memory for sandboxes.
         """
         for line in await asyncio.to_thread(clear_abandoned):
             _log.warning("a host that was killed had left: %s", line)
-        backends = await find_backends(self._settings.make.backends, _log.warning)
-        self._maker = Maker(self._settings.make, backends)
+        wanted = self._settings.backends
+        for name in wanted:
+            await choose_among((name,), _LEVEL)
+        # Programs of `process` are this user, who may read the service's keys, unless it is root.
+        shielding = BACKENDS if os.geteuid() == 0 else tuple(name for name in BACKENDS if name != "process")
+        self._backend = (await choose_among(wanted or shielding, _LEVEL)).name
+        engines = [name for name in wanted or ENGINES if name in ENGINES]
+        try:
+            self._images = Images((await choose_among(engines, _LEVEL)).name, self._settings.registries)
+        except SandboxRefused as refusal:
+            self._why_no_images = given_of(refusal)
+            _log.warning("no images: %s", self._why_no_images)
+        cpus, memory_bytes = measure_capacity()
         return HostFacts(
             name=platform.node(),
             pid=os.getpid(),
-            capacity=self._settings.capacity or measure_capacity(),
-            backends=backends,
+            cpus=cpus,
+            memory_bytes=memory_bytes,
             ends_in_s=find_end(),
         )
 
-    async def start(self, order: Order) -> None:
-        """Begin to make a sandbox. A repeated order changes nothing."""
-        if order.runtime_id not in self._held:
-            changed = partial(self._note_change, order.runtime_id)
-            self._held[order.runtime_id] = HeldSandbox(order, self._maker, changed)
+    async def fetch(self, request: StartRequest) -> str | None:
+        """Return the id of an image; see `Host.fetch`."""
+        if request.image == HOST_IMAGE:
+            return None
+        if self._images is None:
+            raise SandboxRefused(
+                f"image {request.image!r} on a node that has {HOST_IMAGE!r} alone ({self._why_no_images})",
+                kind="image",
+            )
+        # The id, because a name may be moved.
+        return await self._images.fetch(request.image, request.image_pull_policy)
 
-    async def listen(self, runtime_id: str) -> str:
-        """Hold a port for a sandbox, by which other nodes reach its server; return its address.
-
-        Raises: CheckRefused if none can be held.
-        """
-        address = find_host_address(2, os.environ.get("GLOO_SOCKET_IFNAME"))
-        self._gates[runtime_id] = gate = Gate(partial(self.connect, runtime_id), address)
-        await gate.open()
-        return gate.url
-
-    async def connect(self, runtime_id: str) -> socket.socket:
-        """Return a connection to the server in a sandbox. Raises: ConnectionError."""
-        held = self._held.get(runtime_id)
-        if held is None:
-            raise ConnectionError("the sandbox has ended")
-        return await held.connect()
-
-    async def stop(self, runtime_id: str, cause: str) -> None:
-        """End a sandbox; nothing is left of it. No-op if it is not here."""
-        if (gate := self._gates.pop(runtime_id, None)) is not None:
-            await gate.close()
-        if (held := self._held.get(runtime_id)) is not None:
-            async with self._stop_turn:
-                await held.stop(cause)
-
-    async def pause(self, runtime_id: str) -> SandboxReport:
-        """Freeze a sandbox. Raises: SandboxError if it is not ready or cannot be frozen."""
-        held = self._find(runtime_id)
-        await held.pause()
-        return held.report()
-
-    async def resume(self, runtime_id: str) -> SandboxReport:
-        """Continue a sandbox. Raises: SandboxError if it cannot be."""
-        held = self._find(runtime_id)
-        await held.resume()
-        return held.report()
-
-    async def states(self, wait_s: float) -> list[SandboxReport]:
-        """Return the reports of the sandboxes that changed since the last call, once there are some.
-
-        Waits for `wait_s` at most. A sandbox that has ended is in one list, and forgotten.
-        """
+    async def make(self, request: StartRequest, slot: Slot, image: str | None) -> tuple[LocalSandbox, Server]:
+        """Return a fresh sandbox; see `Host.make`."""
+        name = self._backend if image is None or self._images is None else self._images.engine
+        user = request.run_as_user
+        has_user = name in ENGINES and os.geteuid() == 0 and user is not None and user < NUM_IDS
+        spec = SandboxSpec(
+            limits=limits_of(slot),
+            image=image,
+            user=user if has_user else None,
+            has_workspace=name != "process",
+            network=self._settings.network,
+            min_level=_LEVEL,
+        )
+        if is_agent_server(request) and OPENHANDS.is_ready():
+            spec = replace(spec, mounts=await asyncio.to_thread(injected_mounts, name, image))
+        async with self._turn:
+            try:
+                sandbox = await LocalBackend(name).create(spec)
+            except SandboxRefused as refusal:
+                # Only a start tells whether the file system and kernel can map the image's users.
+                if spec.user is None or refusal.kind != name:
+                    raise
+                sandbox = await LocalBackend(name).create(replace(spec, user=None))
         try:
-            async with asyncio.timeout(wait_s):
-                await self._news.wait()
-            await asyncio.sleep(_SETTLE_S)
-        except TimeoutError:
-            pass
-        self._news.clear()
-        changed, self._changed = self._changed, set()
-        held = [self._held[name] for name in changed if name in self._held]
-        for one in held:
-            if one.is_over:
-                del self._held[one.order.runtime_id]
-        return [one.report() for one in held]
-
-    async def close(self) -> None:
-        """End all sandboxes. May be called twice."""
-        await asyncio.gather(*(self.stop(name, "its host ends") for name in list(self._held)))
-        await asyncio.to_thread(clear_abandoned)
-
-    def _find(self, runtime_id: str) -> HeldSandbox:
-        if runtime_id not in self._held:
-            raise SandboxError(f"there is no sandbox {runtime_id!r} here", kind="state")
-        return self._held[runtime_id]
-
-    def _note_change(self, runtime_id: str) -> None:
-        self._changed.add(runtime_id)
-        self._news.set()
+            return sandbox, await _find_server(sandbox, request)
+        except BaseException:
+            await sandbox.stop()
+            raise
 
 
-async def find_backends(wanted: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:
-    """Return the backends that work here. Each is tried by starting a sandbox.
+async def _find_server(sandbox: LocalSandbox, request: StartRequest) -> Server:
+    """Return the client's command, or the injected agent server where the image lacks the one it names."""
+    argv, port, cwd = list(request.command), INSIDE_PORT, request.working_dir
+    env: dict[str, str] = {}
+    if is_agent_server(request) and not await _has_program(sandbox, argv[0]):
+        if not OPENHANDS.is_ready():
+            raise SandboxRefused(
+                f"the image has no {argv[0]}, and no agent server can be injected: run `make openhands-deps`"
+                " on the node",
+                kind="image",
+            )
+        argv, env = injected_argv(request, sandbox.find_mount)
+    if sandbox.isolation.network == "host":
+        # All such sandboxes share the node's ports.
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
+        argv = [str(port) if word == str(INSIDE_PORT) else word for word in argv]
+    make_folder = ["mkdir", "-p", cwd]
+    if cwd != "/" and (await sandbox.exec(make_folder, wall_limit_s=_MAKE_FOLDER_LIMIT_S)).exit_code:
+        cwd = "/"
+    return Server(argv=argv, env=env, cwd=cwd, port=port)
 
-    With none wanted, only those whose programs cannot read the service's keys.
 
-    Raises: SandboxRefused if a wanted backend does not work, or none does; ConfigError for an unknown name.
-    """
-    working, refusals = [], []
-    # Programs of `process` are this user, who may read the service's keys, unless it is root.
-    shielding = BACKENDS if os.geteuid() == 0 else tuple(name for name in BACKENDS if name != "process")
-    for name in wanted or shielding:
+async def _has_program(sandbox: LocalSandbox, path: str) -> bool:
+    """Whether a program is in a sandbox; True for a bare name, which the sandbox's PATH resolves."""
+    if path.startswith("/"):
         try:
-            await _try_backend(name)
-            working.append(name)
-        except SandboxRefused as refusal:
-            if wanted:
-                raise
-            refusals.append(refusal)
-            say(f"no sandboxes by {name}: {given_of(refusal)}")
-    if not working:
-        raise refusals[0]
-    return tuple(working)
+            await sandbox.read(path, max_bytes=0)
+        except SandboxError as error:
+            # With any other error the file exists.
+            return error.kind != "missing"
+    return True
 
 
-async def _try_backend(name: str) -> None:
-    for num_left in reversed(range(_NUM_TRIES)):
-        try:
-            async with await make_backend(name).create(SandboxSpec(min_level=IsolationLevel.RLIMIT)):
-                return
-        except SandboxLost:
-            # It was killed from outside, which says nothing about the backend.
-            if not num_left:
-                raise
+def limits_of(slot: Slot) -> Limits:
+    """Return the limits of a sandbox: its slot, and constants for the rest."""
+    return Limits(
+        memory_bytes=slot.memory_bytes,
+        has_address_limit=False,
+        max_processes=slot.processes,
+        file_bytes=slot.disk_bytes,
+        scratch_bytes=slot.disk_bytes,
+        max_scratch_files=_MAX_FILES,
+        max_open_files=_MAX_OPEN_FILES,
+        cpus=slot.cpus,
+        output_head_bytes=_OUTPUT_BYTES,
+        output_tail_bytes=_OUTPUT_BYTES,
+        flood_bytes=_FLOOD_BYTES,
+    )

@@ -1,8 +1,8 @@
 """Images in an engine's store on this node: pulled as policy, registries and offline mode allow.
 
-An image that is here is not pulled again, and several sandboxes of one image wait for one pull. A pull that a
-registry rate-limits (429), or that fails on the way, is retried with growing pauses. Mirrors, and registries
-without TLS, are configured in podman or in docker's daemon.
+An image that is here is not pulled again, and several sandboxes of one image wait for one pull. A request
+that a registry rate-limits (429), or that fails on the way, is repeated by the engine, in whose own files
+mirrors are configured, and registries without TLS.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import os
 import platform
 import re
@@ -18,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from strop.runtime.contract import FailureKind, SandboxFailed
+from strop.errors import SandboxRefused, given_of
 from strop.sandbox.engine import ENGINES
 from strop.store.policy import is_offline
 
@@ -31,54 +32,46 @@ _TRANSIENT: tuple[str, ...] = (
 )
 _FULL_DISK = os.strerror(errno.ENOSPC).lower()
 _SHOWN_CHARACTERS = 400
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Before the second and each further try of a pull."""
 _PULL_LIMIT_S = 1800.0
 _INSPECT_LIMIT_S = 60.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,511}")
 """Images' names: no option, no path of the host, no glob."""
+_log = logging.getLogger("strop.runtime.images")
 
 
 class Images:
     """The images of this node, in the store of one engine."""
 
-    def __init__(
-        self,
-        engine: str = ENGINES[0],
-        *,
-        registries: Collection[str] | None = None,
-        pauses_s: Sequence[float] = _PAUSES_S,
-    ) -> None:
+    def __init__(self, engine: str = ENGINES[0], registries: Collection[str] | None = None) -> None:
         """Images are pulled from `registries`, as HOST or HOST:PORT, alone; None: from all."""
-        self._engine = engine
+        self.engine = engine
         self._registries = registries
-        self._pauses_s = pauses_s
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.num_pulls = 0
-        """Pulls so far, retries included."""
+        """Pulls so far."""
 
-    async def fetch(self, image: str, policy: str, say: Callable[[str], None]) -> str:
+    async def fetch(self, image: str, policy: str) -> str:
         """Pull an image as its policy says; return its id.
 
-        Raises: SandboxFailed of kind image_error; infra_lost if no registry answered or the disk is full.
+        Raises: SandboxRefused with kind image; registry or no_space if another node may be able to pull it.
         """
         if not _NAME.fullmatch(image):
-            raise _failed(f"{image!r} is not the name of an image")
+            raise _refused(f"{image!r} is not the name of an image")
         local = await self._inspect(image)
         if local is None or policy == "Always":
             why = self._why_not_pulled(image, policy)
             if why and local is None:
-                raise _failed(f"image {image} is not on this node, and {why}")
+                raise _refused(f"image {image} is not on this node, and {why}")
             if why:
-                say(f"{why}: {image} is used as it is here")
+                _log.info("%s: %s is used as it is here", why, image)
             else:
-                local = await self._pull_in_turn(image, policy, say)
+                local = await self._pull_in_turn(image, policy)
         if local is None:
-            raise _failed(f"image {image} is not here after its pull")
+            raise _refused(f"image {image} is not here after its pull")
         architecture = local.get("Architecture", "")
         wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
         if architecture not in ("", wanted):
-            raise _failed(f"image {image} is made for {architecture}, and this node is {wanted}")
+            raise _refused(f"image {image} is made for {architecture}, and this node is {wanted}")
         return str(local["Id"])
 
     def _why_not_pulled(self, image: str, policy: str) -> str:
@@ -101,44 +94,29 @@ class Images:
         # Warnings follow on standard error.
         return None if code else dict(json.JSONDecoder().raw_decode(output.lstrip())[0][0])
 
-    async def _pull_in_turn(
-        self, image: str, policy: str, say: Callable[[str], None]
-    ) -> dict[str, Any] | None:
+    async def _pull_in_turn(self, image: str, policy: str) -> dict[str, Any] | None:
         turn = self._turns.setdefault(image, asyncio.Lock())
         async with turn:
             # Another sandbox may have pulled it meanwhile.
             if policy == "Always" or await self._inspect(image) is None:
-                await self._pull(image, say)
+                _log.info("pulls %s", image)
+                self.num_pulls += 1
+                # Without a transport podman takes `dir:/etc` or `docker-archive:FILE` for files of the host.
+                source = f"docker://{image}" if self.engine == "podman" else image
+                code, output = await self._run(_PULL_LIMIT_S, "pull", "--quiet", source)
+                if code:
+                    cause = f"image {image} cannot be pulled: {output.strip()[-_SHOWN_CHARACTERS:]}"
+                    raise _refused(cause, kind_of(output))
         return await self._inspect(image)
-
-    async def _pull(self, image: str, say: Callable[[str], None]) -> None:
-        for pause_s in (*self._pauses_s, None):
-            say(f"pulls {image}")
-            self.num_pulls += 1
-            # Without a transport podman takes `dir:/etc` or `docker-archive:FILE` for files of the host.
-            source = f"docker://{image}" if self._engine == "podman" else image
-            code, output = await self._run(_PULL_LIMIT_S, "pull", "--quiet", source)
-            if code == 0:
-                return
-            cause = f"image {image} cannot be pulled: {output.strip()[-_SHOWN_CHARACTERS:]}"
-            if _FULL_DISK in output.lower():
-                raise _failed(cause, FailureKind.INFRA_LOST)
-            if not is_transient(output):
-                raise _failed(cause)
-            if pause_s is not None:
-                say(f"the registry puts {image} off; next try in {pause_s:g} s")
-                await asyncio.sleep(pause_s)
-        # Neither the client nor the image is to blame: another node may be able to pull it.
-        raise _failed(cause, FailureKind.INFRA_LOST)
 
     async def _run(self, limit_s: float, *words: str) -> tuple[int, str]:
         """Run the engine; return its exit code and its output, standard output first.
 
-        Raises: SandboxFailed if it is not installed.
+        Raises: SandboxRefused if it is not installed.
         """
-        program = shutil.which(self._engine)
+        program = shutil.which(self.engine)
         if program is None:
-            raise _failed(f"{self._engine} is not installed on this node")
+            raise _refused(f"{self.engine} is not installed on this node")
         pipe = asyncio.subprocess.PIPE
         null = asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(program, *words, stdin=null, stdout=pipe, stderr=pipe)
@@ -146,7 +124,7 @@ class Images:
             async with asyncio.timeout(limit_s):
                 out, err = await process.communicate()
         except TimeoutError:
-            return 124, f"{self._engine} {words[0]} timed out after {limit_s:.0f} s"
+            return 124, f"{self.engine} {words[0]} timed out after {limit_s:.0f} s"
         finally:
             if process.returncode is None:
                 process.kill()
@@ -154,18 +132,15 @@ class Images:
         return process.returncode or 0, f"{out.decode(errors='replace')}\n{err.decode(errors='replace')}"
 
 
-def is_transient(output: str) -> bool:
-    """Whether an engine's output names an error that may pass, so that a failed pull may succeed later."""
-    return any(word in output.lower() for word in _TRANSIENT)
+def kind_of(output: str) -> str:
+    """Return why a pull failed by an engine's output: image, or what another node or time may have."""
+    if _FULL_DISK in output.lower():
+        return "no_space"
+    return "registry" if any(word in output.lower() for word in _TRANSIENT) else "image"
 
 
-def engine_of(backends: Sequence[str]) -> str:
-    """Return the engine whose store has a node's images: the first engine among its backends."""
-    return next((name for name in backends if name in ENGINES), ENGINES[0])
-
-
-def _failed(cause: str, kind: FailureKind = FailureKind.IMAGE_ERROR) -> SandboxFailed:
-    return SandboxFailed(kind, cause)
+def _refused(cause: str, kind: str = "image") -> SandboxRefused:
+    return SandboxRefused(cause, kind=kind)
 
 
 async def prebuild(
@@ -177,9 +152,9 @@ async def prebuild(
     async def fetch(image: str) -> bool:
         async with turn:
             try:
-                await store.fetch(image, "IfNotPresent", lambda line: None)
-            except SandboxFailed as failure:
-                say(f"{image}: {failure.kind}: {failure.cause}")
+                await store.fetch(image, "IfNotPresent")
+            except SandboxRefused as refusal:
+                say(f"{image}: {refusal.kind}: {given_of(refusal)}")
                 return False
         say(f"{image}: done")
         return True

@@ -11,7 +11,6 @@ import hmac
 import ipaddress
 import secrets
 import stat
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.errors import ConfigError
@@ -27,16 +26,8 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
-    """One line of a key file."""
-
-    owner: str
-    key: str = field(repr=False)
-
-
-def open_keys(path: Path, owner: str) -> list[Key]:
-    """Return the keys of a file; a missing one is created with one new key.
+def open_keys(path: Path, owner: str) -> dict[str, str]:
+    """Return the keys of a file and their owners; a missing one is created with one new key.
 
     Raises: ConfigError like `read_keys`, or if it cannot be written.
     """
@@ -49,16 +40,14 @@ def open_keys(path: Path, owner: str) -> list[Key]:
     return read_keys(path)
 
 
-def find_owner(keys: list[Key], key: str) -> str | None:
+def find_owner(owners: dict[str, str], key: str) -> str | None:
     """Return the owner of a key, None if it is wrong. The time does not tell how much of it is right."""
-    return next(
-        (one.owner for one in keys if hmac.compare_digest(one.key.encode(), key.encode(errors="replace"))),
-        None,
-    )
+    given = key.encode(errors="replace")
+    return next((owner for one, owner in owners.items() if hmac.compare_digest(one.encode(), given)), None)
 
 
-def read_keys(path: Path) -> list[Key]:
-    """Return the keys of a file.
+def read_keys(path: Path) -> dict[str, str]:
+    """Return the keys of a file, in their order, and their owners.
 
     Raises: ConfigError if the file is missing, readable by others, empty or malformed; it shows no keys.
     """
@@ -68,17 +57,17 @@ def read_keys(path: Path) -> list[Key]:
         raise _bad(path, f"cannot be read ({error})") from error
     if mode & 0o077:
         raise _bad(path, f"has mode {mode:04o}, so others can read it")
-    keys: list[Key] = []
+    owners: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or len(words[1]) < MIN_KEY_CHARS:
             raise _bad(path, f"has a line {number} that is not an owner and a key")
-        keys.append(Key(owner=words[0], key=words[1]))
-    if not keys:
+        owners[words[1]] = words[0]
+    if not owners:
         raise _bad(path, "has no key")
-    return keys
+    return owners
 
 
 def require_keys_or_loopback(host: str) -> None:

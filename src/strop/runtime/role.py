@@ -15,7 +15,7 @@ from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.runtime.contract import SERVICE_KEY_HEADER
 from strop.runtime.keys import read_keys
-from strop.runtime.service_dir import ServiceDir, backend_words, serve_argv
+from strop.runtime.service_dir import backend_words, serve_argv, wait_for_server
 from strop.spec.sandboxing import RuntimeSpec
 
 _SERVICE_LIMIT_S = 300.0
@@ -30,7 +30,7 @@ class RuntimeRole:
         """`servers_dir` is the folder with addresses and keys of the run's servers."""
         self._spec = spec
         self._servers_dir = servers_dir
-        self._folder = ServiceDir(run_path / "runtime")
+        self._folder = (run_path / "runtime").absolute()
         self._child: ChildProcess | None = None
 
     async def start(self) -> None:
@@ -45,19 +45,19 @@ class RuntimeRole:
 
     async def _find(self) -> Endpoint | None:
         if self._spec.url is not None and self._spec.key_file is not None:
-            endpoint = Endpoint(url=self._spec.url, key=read_keys(Path(self._spec.key_file))[-1].key)
+            endpoint = Endpoint(url=self._spec.url, key=[*read_keys(Path(self._spec.key_file))][-1])
             await _require_service(endpoint)
             return endpoint
         if self._spec.serve == "none":
             return None
         if self._spec.serve == "here":
             # Remove the address of an earlier attempt.
-            self._folder.retire()
+            withdraw(self._folder, (RUNTIME,))
             self._child = spawn(
-                serve_argv(sys.executable, str(self._folder.path), *backend_words(self._spec.backend)),
-                self._folder.path / "serve.log",
+                serve_argv(sys.executable, str(self._folder), *backend_words(self._spec.backend)),
+                self._folder / "serve.log",
             )
-        return await self._folder.wait_for_service(limit_s=_SERVICE_LIMIT_S, check=self._check)
+        return await wait_for_server(self._folder, RUNTIME, limit_s=_SERVICE_LIMIT_S, check=self._check)
 
     async def stop(self) -> None:
         """End a service that was started here, with all of its sandboxes. May be called twice."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -16,21 +17,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from strop.runtime.contract import SERVICE_KEY_HEADER, FailureKind, StartRequest, State
-from strop.runtime.keys import ANYONE, Key, find_owner
+from strop.runtime.contract import SERVICE_KEY_HEADER, StartRequest
+from strop.runtime.keys import ANYONE, find_owner
 from strop.runtime.queue import RESOURCES
 from strop.runtime.service import Service
 
 MAX_LEASE_S = 7 * 24 * 3600.0
 MAX_BODY_BYTES = 256 << 10
-_COUNTERS = {
-    "starts_total": "starts",
-    "ready_total": f"entered_{State.READY}",
-    "stops_total": f"entered_{State.STOPPED}",
-    "expired_total": "expired",
-    "nodes_lost_total": "nodes_lost",
-}
-"""Metrics of the service's counters of events."""
 
 
 class LeaseCall(BaseModel):
@@ -55,13 +48,13 @@ Owner = Annotated[str, Depends(_owner_of)]
 Record = dict[str, Any]
 
 
-def build_app(service: Service, keys: list[Key] | None) -> FastAPI:
-    """Return the application with all routes. It asks for one of the keys, which may change; None: none."""
+def build_app(service: Service, owners: dict[str, str] | None) -> FastAPI:
+    """Return the application with all routes. It asks for one of the owners' keys; None: for none."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
     @app.middleware("http")
     async def admit(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        return _find_refusal(request, keys) or await go_on(request)
+        return _find_refusal(request, owners) or await go_on(request)
 
     @app.exception_handler(RequestValidationError)
     async def explain(_: Request, error: RequestValidationError) -> Response:
@@ -105,18 +98,11 @@ def build_app(service: Service, keys: list[Key] | None) -> FastAPI:
 
     @app.get("/nodes")
     async def list_nodes() -> Record:
-        rooms = service.admission.rooms
-        return {
-            "nodes": [
-                {
-                    **node.facts.model_dump(mode="json"),
-                    "node_id": node_id,
-                    "is_open": rooms[node_id].is_open,
-                    "num_sandboxes": len(rooms[node_id].taken),
-                }
-                for node_id, node in service.nodes.items()
-            ],
-        }
+        nodes = service.nodes.values()
+        told = [
+            {"node_id": one.node_id, "is_open": one.is_open, "num_sandboxes": len(one.taken)} for one in nodes
+        ]
+        return {"nodes": [asdict(one.facts) | more for one, more in zip(nodes, told, strict=True)]}
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -125,7 +111,7 @@ def build_app(service: Service, keys: list[Key] | None) -> FastAPI:
     return app
 
 
-def _find_refusal(request: Request, keys: list[Key] | None) -> Response | None:
+def _find_refusal(request: Request, owners: dict[str, str] | None) -> Response | None:
     """Note the owner of a request's key; return a refusal for a stranger, and for a long body.
 
     It is decided before the body is read.
@@ -133,7 +119,7 @@ def _find_refusal(request: Request, keys: list[Key] | None) -> Response | None:
     # Prometheus sends a key from a file as a bearer token.
     bearer = request.headers.get("authorization", "").partition("Bearer ")[2]
     key = request.headers.get(SERVICE_KEY_HEADER) or bearer
-    request.state.owner = ANYONE if keys is None else find_owner(keys, key)
+    request.state.owner = ANYONE if owners is None else find_owner(owners, key)
     if request.state.owner is None and request.url.path != "/health":
         return _refuse(401, "Unauthorized")
     if "transfer-encoding" in request.headers:
@@ -144,37 +130,25 @@ def _find_refusal(request: Request, keys: list[Key] | None) -> Response | None:
 
 
 def render_metrics(service: Service) -> str:
-    """Return all metrics."""
-    by_state = Counter((one.state.value, one.node_id) for one in service.alive.values())
-    oldest = next(iter(service.admission), None)
-    rooms = service.admission.rooms.values()
-    counts = service.counts
-    gauges: dict[str, list[tuple[str, float]]] = {
-        "sandboxes": [(_labels(state=state, node=node), n) for (state, node), n in sorted(by_state.items())],
-        "queue_length": [("", len(service.admission))],
-        "queue_age_seconds": [("", time.monotonic() - oldest.begun_at if oldest else 0.0)],
-        "node_capacity": [
-            (_labels(node=one.node_id, resource=r), one.has[r]) for one in rooms for r in RESOURCES
-        ],
-        "node_used": [
-            (_labels(node=one.node_id, resource=r), one.used[r]) for one in rooms for r in RESOURCES
-        ],
-    }
-    counters: dict[str, list[tuple[str, float]]] = {
-        "failures_total": [(_labels(kind=kind), counts[f"failed_{kind}"]) for kind in FailureKind],
-        **{name: [("", counts[event])] for name, event in _COUNTERS.items()},
-    }
-    lines = []
-    for kind, metrics in (("gauge", gauges), ("counter", counters)):
-        for name, samples in metrics.items():
-            lines.append(f"# TYPE strop_runtime_{name} {kind}")
-            lines += [f"strop_runtime_{name}{labels} {value:.10g}" for labels, value in samples]
+    """Return all metrics. Names of nodes are the machines' own, and need no escapes."""
+    by_place = Counter((one.state, one.node.node_id if one.node else "") for one in service.alive())
+    waiting = service.waiting()
+    samples: list[tuple[str, float]] = [
+        *((f'sandboxes{{state="{state}",node="{node}"}}', n) for (state, node), n in by_place.items()),
+        ("queue_length", len(waiting)),
+        ("queue_age_seconds", time.monotonic() - waiting[0].begun_at if waiting else 0.0),
+        *service.counts.items(),
+    ]
+    for node in service.nodes.values():
+        for name, amounts in (("node_capacity", node.has), ("node_used", node.used)):
+            for resource, amount in zip(RESOURCES, amounts, strict=True):
+                samples.append((f'{name}{{node="{node.node_id}",resource="{resource}"}}', amount))
+    lines: dict[str, None] = {}
+    for name, value in sorted(samples):
+        plain = name.partition("{")[0]
+        kind = "counter" if plain.endswith("_total") else "gauge"
+        lines |= dict.fromkeys((f"# TYPE strop_runtime_{plain} {kind}", f"strop_runtime_{name} {value:.10g}"))
     return "\n".join(lines) + "\n"
-
-
-def _labels(**values: str) -> str:
-    """Return the labels of a sample. Names of nodes are the machines' own, and need no escapes."""
-    return "{" + ",".join(f'{name}="{value}"' for name, value in values.items()) + "}"
 
 
 def _refuse(status: int, why: str) -> Response:

@@ -15,10 +15,11 @@ import platform
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -28,16 +29,16 @@ from uvicorn.server import ServerState
 
 from strop.errors import CheckRefused, ConfigError
 from strop.hardware.ports import LOOPBACK
-from strop.io.endpoints import Endpoint
+from strop.io.endpoints import RUNTIME, Endpoint, withdraw, write_endpoint
 from strop.io.lock import FileLock
 from strop.runtime.gate import Connections, hold_listener
-from strop.runtime.host import HostSettings, SandboxHost
+from strop.runtime.host import HostSettings, LocalHost
 from strop.runtime.keys import open_keys, read_keys, require_keys_or_loopback
-from strop.runtime.making import MakeSettings
 from strop.runtime.routes import build_app
 from strop.runtime.service import Policy, Service
-from strop.runtime.service_dir import ServiceDir
+from strop.runtime.service_dir import KEYS
 from strop.sandbox.allowlist import ALLOWED, parse_network
+from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.local import shown_folders
 
 MAX_CLIENTS = 4096
@@ -52,7 +53,7 @@ _log = logging.getLogger("strop.runtime.serve")
 class ServeOptions:
     """Options of a service."""
 
-    folder: ServiceDir
+    folder: Path
     """Holds the keys and the address of this service alone."""
     host: HostSettings
     address: str = LOOPBACK
@@ -70,39 +71,41 @@ async def serve(options: ServeOptions, on_ready: Callable[[Endpoint, Service], N
     Raises: ConfigError for invalid keys or options; SandboxRefused if no backend works here; CheckRefused if
         the port is taken or another service has the folder; EngineError if Ray does not start.
     """
-    folder = options.folder
-    if options.disable_auth:
-        require_keys_or_loopback(options.address)
-    folder.path.mkdir(parents=True, exist_ok=True)
+    folder, keys_path = options.folder, options.folder / KEYS
+    _check(options)
+    folder.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        lock = FileLock(folder.path / "service.lock")
+        lock = FileLock(folder / "service.lock")
         if not lock.try_acquire():
             raise CheckRefused(
-                f"{folder.path} is held by {lock.holder() or 'another process'}",
+                f"{folder} is held by {lock.holder() or 'another process'}",
                 allowed="one service for each folder",
                 next_step="stop it, or name another folder",
             )
         stack.callback(lock.release)
-        folder.retire()
-        keys = None if options.disable_auth else open_keys(folder.keys_path, "default")
+        retire = partial(withdraw, folder, (RUNTIME,))
+        retire()
+        owners = None if options.disable_auth else open_keys(keys_path, "default")
         _raise_descriptor_limit()
         listener = stack.enter_context(hold_listener(options.address, options.port))
         service = Service(policy=options.policy, address=options.address)
         await _open_hosts(options, service, stack)
         url = f"http://{options.address}:{listener.getsockname()[1]}"
-        endpoint = Endpoint(url=url, key=keys[-1].key if keys else "")
-        await stack.enter_async_context(_answering(build_app(service, keys), listener))
-        folder.announce(endpoint)
+        endpoint = Endpoint(url=url, key=[*owners][-1] if owners else "")
+        await stack.enter_async_context(_answering(build_app(service, owners), listener))
+        write_endpoint(folder, RUNTIME, endpoint)
         # First of all, so that nobody finds a service that ends.
-        stack.callback(folder.retire)
+        stack.callback(retire)
         _log.info("listening on %s", url)
         on_ready(endpoint, service)
         while True:
             await asyncio.sleep(_TICK_S)
             service.tick()
-            if keys is not None:
+            if owners is not None:
                 try:
-                    keys[:] = read_keys(folder.keys_path)
+                    new = read_keys(keys_path)
+                    owners.clear()
+                    owners.update(new)
                 except ConfigError as error:
                     _log.warning("keys stay as they were: %s", error)
 
@@ -110,14 +113,15 @@ async def serve(options: ServeOptions, on_ready: Callable[[Endpoint, Service], N
 async def _open_hosts(options: ServeOptions, service: Service, stack: AsyncExitStack) -> None:
     """Give a service its hosts; `stack` ends them with their sandboxes."""
     if options.num_nodes == 1:
+        stack.push_async_callback(asyncio.to_thread, clear_abandoned)
         stack.push_async_callback(service.close)
-        host = SandboxHost(options.host)
+        host = LocalHost(options.host)
         service.add_host(platform.node(), host, await host.open())
         return
     # Imported here: one machine needs no Ray.
     from strop.runtime.cluster import RayHosts
 
-    hosts = RayHosts(options.host, options.folder.path, service, options.num_nodes)
+    hosts = RayHosts(options.host, options.folder, service, options.num_nodes)
     stack.push_async_callback(hosts.stop)
     stack.push_async_callback(service.close)
     await hosts.start()
@@ -207,30 +211,23 @@ def read_policy(text: str) -> Policy:
         ) from error
 
 
-def read_host_settings(
-    folder: ServiceDir,
-    *,
-    backends: Sequence[str] = (),
-    network: str = "none",
-    registries: Sequence[str] = (),
-) -> HostSettings:
-    """Return the settings of hosts. Raises: ConfigError for an option that cannot be."""
+def _check(options: ServeOptions) -> None:
+    """Refuse options that cannot be, before anything is started. Raises: ConfigError."""
+    if options.disable_auth:
+        require_keys_or_loopback(options.address)
     try:
-        parse_network(network)
+        parse_network(options.host.network)
     except ValueError as error:
         raise ConfigError(
-            f"network {network!r}: {error}", allowed=ALLOWED, next_step="give one of them"
+            f"network {options.host.network!r}: {error}", allowed=ALLOWED, next_step="give one of them"
         ) from error
-    keys_path = folder.keys_path.resolve()
     for shown in shown_folders():
-        if keys_path.is_relative_to(shown):
+        if (options.folder / KEYS).resolve().is_relative_to(shown):
             raise ConfigError(
-                f"{keys_path} is in {shown}, which sandboxes see",
+                f"{options.folder} is in {shown}, which sandboxes see",
                 allowed="a folder of the service that no sandbox sees",
                 next_step="name another one with --dir",
             )
-    make = MakeSettings(backends=tuple(backends), network=network, registries=tuple(registries))
-    return HostSettings(make=make)
 
 
 def _raise_descriptor_limit() -> None:

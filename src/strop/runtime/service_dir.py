@@ -1,6 +1,6 @@
-"""The folder of a service, on a disk that its nodes share: keys, logs and address.
+"""The folder of a service, on a disk that its nodes share: keys, logs, and the addresses of its servers.
 
-The service writes its address once it listens. The workers of a run wait for that.
+A server writes its address once it listens. The workers of a run, and nodes that join, wait for that.
 """
 
 from __future__ import annotations
@@ -11,55 +11,38 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from strop.errors import CheckRefused
-from strop.io.endpoints import RUNTIME, Endpoint, read_endpoint, withdraw, write_endpoint
+from strop.io.endpoints import Endpoint, read_endpoint
 
+KEYS = "keys"
+"""The name of the file with the keys."""
 START_LIMIT_S = 600.0
 """The service may be on a node whose allocation begins later."""
 _POLL_S = 0.2
 _CONNECT_LIMIT_S = 2.0
 
 
-class ServiceDir:
-    """The paths in the folder of one service, and its address."""
+async def wait_for_server(
+    folder: Path, name: str, *, limit_s: float, check: Callable[[], object] = lambda: None
+) -> Endpoint:
+    """Wait for the address of a server that listens; `check` is called meanwhile.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        self.keys_path = self.path / "keys"
+    Raises: CheckRefused if there is none in time; any exception of `check`.
+    """
+    # Imported here: the launcher imports this module, and each import delays its short commands.
+    import asyncio
 
-    def announce(self, endpoint: Endpoint) -> None:
-        """Write the service's address for clients. Raises: OSError."""
-        write_endpoint(self.path, RUNTIME, endpoint)
-
-    def find(self) -> Endpoint | None:
-        """Return the address and a key for clients, None before the service listens."""
-        return read_endpoint(self.path, RUNTIME)
-
-    def retire(self) -> None:
-        """Remove the address; keys and logs stay. May be called twice."""
-        withdraw(self.path, (RUNTIME,))
-
-    async def wait_for_service(
-        self, *, limit_s: float, check: Callable[[], object] = lambda: None
-    ) -> Endpoint:
-        """Wait for the address; `check` is called meanwhile.
-
-        Raises: CheckRefused if there is none in time; any exception of `check`.
-        """
-        # Imported here: the launcher imports this module, and each import delays its short commands.
-        import asyncio
-
-        deadline = time.monotonic() + limit_s
-        # The address may be a leftover of a killed service.
-        while (endpoint := self.find()) is None or not await _is_listening(endpoint.url):
-            check()
-            if time.monotonic() > deadline:
-                raise CheckRefused(
-                    f"no sandbox service has written its address in {self.path} for {limit_s:.0f} s",
-                    allowed="a service that was started with this folder, on a disk that both see",
-                    next_step="look at its log; on a cluster, at whether its job has begun",
-                )
-            await asyncio.sleep(_POLL_S)
-        return endpoint
+    deadline = time.monotonic() + limit_s
+    # The address may be a leftover of a killed service.
+    while (endpoint := read_endpoint(folder, name)) is None or not await _is_listening(endpoint.url):
+        check()
+        if time.monotonic() > deadline:
+            raise CheckRefused(
+                f"no {name} of a sandbox service has written its address in {folder} for {limit_s:.0f} s",
+                allowed="a service with this folder, on a disk that both see; of several nodes for `join`",
+                next_step="look at its log; on a cluster, at whether its job has begun",
+            )
+        await asyncio.sleep(_POLL_S)
+    return endpoint
 
 
 async def _is_listening(url: str) -> bool:

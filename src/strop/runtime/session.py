@@ -1,15 +1,27 @@
-"""The service's record of one sandbox, from its start request until it is forgotten."""
+"""One sandbox of the service: its life from its start request to its end, and its record for clients."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strop.runtime.contract import FailureKind, SandboxReport, Slot, StartRequest, State
+from strop.errors import SandboxError, SandboxLost, SandboxRefused, describe_error, given_of
+from strop.runtime.agent_server import server_environment
+from strop.runtime.contract import FailureKind, Slot, StartRequest, State
 from strop.runtime.gate import Gate
+from strop.runtime.host import Host
+from strop.sandbox.contract import ExecKind, ExecResult
+from strop.sandbox.following import Job
+from strop.sandbox.served import ServedSandbox
+
+if TYPE_CHECKING:
+    from strop.runtime.queue import Node
 
 ENDED = frozenset({State.STOPPED, State.FAILED})
 BEGINNING = frozenset({State.QUEUED, State.IMAGE, State.STARTING})
@@ -29,6 +41,24 @@ WORDS: Mapping[tuple[State, FailureKind | None], tuple[str, str]] = {
     (State.FAILED, FailureKind.INFRA_LOST): ("error", "unknown"),
 }
 """`status` and `pod_status` of each state."""
+_IMAGE_KINDS = frozenset({"image", "architecture", "interpreter"})
+"""Of refusals that are no fault of the node."""
+_LOG_BYTES = 16 << 10
+_LOG_CHARACTERS = 4000
+_PROBE_LIMIT_S = 5.0
+_START_LIMIT_S = 300.0
+"""For the server inside to answer. OpenHands' needs 10 s of processor time; 120 s were too few beside twenty
+other processes on two cores."""
+_log = logging.getLogger("strop.runtime.session")
+
+
+class Failure(NamedTuple):
+    """Why a sandbox has ended by itself."""
+
+    kind: FailureKind
+    cause: str
+    exit_code: int | None = None
+    """Of its server."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -44,12 +74,11 @@ class Session:
     gate: Gate
     """Its address, which is final."""
     state: State = State.QUEUED
-    failure_kind: FailureKind | None = None
+    failure: Failure | None = None
     cause: str = ""
-    newest: SandboxReport | None = None
-    """The newest report of its host."""
-    node_id: str = ""
-    """The node that has it or was ordered to make it."""
+    node: Node | None = None
+    """The node that makes it or has it."""
+    sandbox: ServedSandbox | None = None
     lease_s: float | None = None
     """How long each renewal lasts. None: it was never leased, and only age and idleness end it."""
 
@@ -57,15 +86,18 @@ class Session:
     asked_at: float = field(default_factory=time.monotonic)
     """When its client last asked for it."""
     renewed_at: float = 0.0
-    queued_unix_s: float = field(default_factory=time.time)
+    timeline: dict[str, float] = field(default_factory=lambda: {State.QUEUED.value: time.time()})
+    """Unix times at which it entered its states."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while its state is not in `BEGINNING`."""
     operating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is paused or resumed."""
-    placing: asyncio.Task[None] | None = None
-    """Orders it from its node."""
+    living: asyncio.Task[None] | None = None
+    """Its life on its node."""
     clearing: asyncio.Task[None] | None = None
-    """Stops it at its node, once it has ended here."""
+    """Removes what is left of it, once it has ended."""
+    _port: int = 0
+    _output: bytes = b""
 
     @property
     def is_alive(self) -> bool:
@@ -74,23 +106,96 @@ class Session:
 
     def enter(self, state: State) -> None:
         """Change its state, and wake the clients that wait for that."""
-        self.state = state
+        if self.state is not state:
+            self.state = state
+            self.timeline[state.value] = time.time()
+            why = f" ({self.cause})" if self.cause else ""
+            _log.info("sandbox %s of %s: %s%s", self.runtime_id, self.owner, state.value, why)
         if state not in BEGINNING:
             self.settled.set()
+
+    async def connect(self) -> socket.socket:
+        """Return a connection to the server inside. Raises: OSError, SandboxError."""
+        if self.sandbox is None or self.state not in (State.STARTING, State.READY):
+            raise ConnectionError(f"the sandbox is {self.state.value}")
+        return await self.sandbox.connect(self._port)
+
+    async def live(self, host: Host) -> Failure:
+        """Make the sandbox, start its server and follow it to its end; return why it has ended."""
+        try:
+            image = await host.fetch(self.request)
+            self.enter(State.STARTING)
+            self.sandbox, server = await host.make(self.request, self.slot, image)
+            self._port = server.port
+            env = server_environment(self.request, self.key, self.sandbox.scratch) | server.env
+            return await self._follow(await self.sandbox.start(server.argv, env=env, cwd=server.cwd))
+        except SandboxLost as error:
+            if error.kind != "from_inside":
+                return Failure(FailureKind.INFRA_LOST, given_of(error))
+            why = ""
+            if self.sandbox is not None:
+                await self.sandbox.wait_lost()
+                # The supervisor gives a cause only where no memory was left.
+                why = self.sandbox.client.lost_why
+            kind = FailureKind.TASK_OOM if why else FailureKind.AGENT_ERROR
+            return Failure(kind, f"from_inside: {why or 'a program of the sandbox ended it'}")
+        except SandboxError as error:
+            is_nodes = isinstance(error, SandboxRefused) and error.kind not in _IMAGE_KINDS
+            kind = FailureKind.INFRA_LOST if is_nodes else FailureKind.IMAGE_ERROR
+            return Failure(kind, f"{error.kind}: {given_of(error)}")
+
+    async def _follow(self, job: Job) -> Failure:
+        """Follow the server from its start; return why it has ended. Raises: SandboxLost."""
+        probing = asyncio.create_task(self._probe())
+        ending = asyncio.create_task(job.wait())
+        reading = asyncio.create_task(self._read_log(job))
+        try:
+            await asyncio.wait({probing, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                if fault := await probing:
+                    cause = f"its server did not answer GET /health in {_START_LIMIT_S:.0f} s; last: {fault}"
+                    return Failure(FailureKind.AGENT_ERROR, cause)
+                self.enter(State.READY)
+            result = await ending
+            await reading
+            return end_as_failure(result)
+        finally:
+            for task in (probing, ending, reading):
+                task.cancel()
+            await asyncio.gather(probing, ending, reading, return_exceptions=True)
+
+    async def _probe(self) -> str:
+        """Ask the server as its clients do until it is ready; return its last fault if it takes too long."""
+        deadline = time.monotonic() + _START_LIMIT_S
+        wait_s, last = 0.02, ""
+        while time.monotonic() < deadline:
+            try:
+                async with asyncio.timeout(_PROBE_LIMIT_S):
+                    last = await _ask_health(await self.connect())
+                if last.startswith("2"):
+                    return ""
+            except (OSError, TimeoutError, SandboxError) as error:
+                last = describe_error(error)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 0.5)
+        return last
+
+    async def _read_log(self, job: Job) -> None:
+        with suppress(SandboxLost):
+            while (output := await job.read()) is not None:
+                self._output = (self._output + output.stdout + output.stderr)[-_LOG_BYTES:]
 
     def record(self, *, place: str, expires_in_s: float | None) -> dict[str, Any]:
         """Return its record for clients, as openhands-workspace 1.58.0 reads it.
 
         `place`: its place in the queue; empty if it does not wait.
         """
-        status, pod_status = WORDS[self.state, self.failure_kind if self.state is State.FAILED else None]
-        newest = self.newest or SandboxReport(runtime_id=self.runtime_id, state=self.state)
-        events = [place, *newest.events] if place else list(newest.events)
-        pod_logs = newest.log_tail
+        kind = self.failure.kind if self.failure else None
+        status, pod_status = WORDS[self.state, kind if self.state is State.FAILED else None]
+        pod_logs = self._output.decode(errors="replace")[-_LOG_CHARACTERS:]
         if not self.is_alive:
-            kind = f"[{self.failure_kind.value}] " if self.failure_kind else ""
-            pod_logs = "\n".join(filter(None, (f"{kind}{self.cause}", pod_logs)))
-        waiting = {"name": "sandbox", "state": self.state.value, "message": events[-1] if events else ""}
+            pod_logs = "\n".join(filter(None, (f"[{kind}] {self.cause}" if kind else self.cause, pod_logs)))
+        waiting = {"name": "sandbox", "state": self.state.value, "message": place}
         return {
             "runtime_id": self.runtime_id,
             "session_id": self.session_id,
@@ -101,14 +206,36 @@ class Session:
             "restart_count": 0,
             "restart_reasons": [],
             "container_statuses": [waiting] if self.state in BEGINNING else [],
-            "events": events,
+            "events": [place] if place else [],
             "pod_logs": pod_logs,
-            "failure_kind": self.failure_kind.value if self.failure_kind else None,
+            "failure_kind": kind,
             "cause": self.cause,
-            "isolation": newest.isolation,
-            "node": self.node_id,
+            "isolation": asdict(self.sandbox.isolation) if self.sandbox else {},
+            "node": self.node.node_id if self.node else "",
             "lease_expires_in_s": expires_in_s,
-            "timeline": {"queued": self.queued_unix_s, **newest.timeline},
+            "timeline": self.timeline,
             "last_termination_reason": self.cause,
-            "last_termination_exit_code": newest.exit_code,
+            "last_termination_exit_code": self.failure.exit_code if self.failure else None,
         }
+
+
+async def _ask_health(connection: socket.socket) -> str:
+    """Return the status of a server's answer to its clients' probe. Raises: OSError."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nhost: sandbox\r\nconnection: close\r\n\r\n")
+        return (await reader.readline()).decode(errors="replace").partition(" ")[2][:3]
+    finally:
+        writer.transport.abort()
+
+
+def end_as_failure(result: ExecResult) -> Failure:
+    """Return the failure that the end of a server means."""
+    if result.kind is ExecKind.OOM:
+        return Failure(FailureKind.TASK_OOM, "its server was killed for memory")
+    if result.kind is ExecKind.NOT_STARTED:
+        why = result.stderr.decode(errors="replace").strip()
+        return Failure(FailureKind.IMAGE_ERROR, f"its command cannot be started: {why}")
+    how = f"exit code {result.exit_code}" if result.signal is None else f"signal {result.signal}"
+    cause = f"its server ended with {how} ({result.kind.value})"
+    return Failure(FailureKind.AGENT_ERROR, cause, result.exit_code)

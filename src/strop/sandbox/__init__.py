@@ -16,7 +16,6 @@ from strop.sandbox.contract import (
     Limits,
     Mount,
     Sandbox,
-    SandboxBackend,
     SandboxSpec,
     SandboxStats,
 )
@@ -33,7 +32,6 @@ __all__ = [
     "Limits",
     "Mount",
     "Sandbox",
-    "SandboxBackend",
     "SandboxSpec",
     "SandboxStats",
     "Shell",

@@ -6,8 +6,7 @@ raises `SandboxError`. The isolation reached is measured when a sandbox is creat
 
 A sandbox is a session: its files stay from one command to the next, until it is stopped. A command is awaited
 (`exec`), followed while it runs (`start`) or evaluated by a shell that stays open (`open_shell`; both in
-`following`). The contract is independent of the language; `local` adds Python, and pauses, for the sandboxes
-of this machine.
+`following`). The contract is independent of the language; `served` adds Python and pauses.
 """
 
 from __future__ import annotations
@@ -377,20 +376,3 @@ class Sandbox(Protocol):
         traceback: TracebackType | None,
         /,
     ) -> None: ...
-
-
-class SandboxBackend(Protocol):
-    """One kind of isolation that makes sandboxes."""
-
-    @property
-    def name(self) -> str:
-        """Its name in run files: 'process', 'bubblewrap', 'podman', 'docker', 'ray'."""
-        ...
-
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        """Return a fresh sandbox that is ready for its first command.
-
-        Raises: SandboxRefused if the host cannot make it or it reaches less than `spec.min_level`;
-        SandboxError like `write` for one of `spec.files`.
-        """
-        ...

@@ -24,19 +24,12 @@ from pathlib import Path
 from strop.errors import SandboxError, SandboxRefused, given_of
 from strop.hardware.disks import Disk, describe_disk
 from strop.sandbox.cgroup import find_controllers, hand_down_controllers, make_cgroup
-from strop.sandbox.choose import BACKENDS, make_backend
-from strop.sandbox.contract import (
-    ExecResult,
-    Guard,
-    Isolation,
-    IsolationLevel,
-    Limits,
-    SandboxBackend,
-    SandboxSpec,
-)
+from strop.sandbox.choose import BACKENDS
+from strop.sandbox.contract import ExecResult, Guard, Isolation, IsolationLevel, Limits, SandboxSpec
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.family import find_descendants
 from strop.sandbox.linux import read_or_empty
+from strop.sandbox.local import LocalBackend
 from strop.sandbox.rootless import count_ids, names_of, ranges_of
 from strop.sandbox.served import ServedSandbox
 
@@ -93,7 +86,7 @@ async def _try(name: str) -> BackendReport:
     spec = SandboxSpec(limits=_LIMITS, min_level=IsolationLevel.NONE)
     times: list[tuple[float, float, float]] = []
     try:
-        backend = make_backend(name)
+        backend = LocalBackend(name)
         # The first one starts the processes that the others share.
         async with await backend.create(spec) as first:
             isolation = first.isolation
@@ -163,7 +156,7 @@ def _promises(isolation: Isolation) -> dict[str, bool]:
     }
 
 
-async def _has_list(backend: SandboxBackend, spec: SandboxSpec) -> bool:
+async def _has_list(backend: LocalBackend, spec: SandboxSpec) -> bool:
     try:
         # A port where nothing listens.
         async with await backend.create(replace(spec, network="allow:127.0.0.1:9")) as sandbox:

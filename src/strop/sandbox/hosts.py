@@ -65,12 +65,17 @@ class SandboxHost:
         """
         backend = await choose_among([*ENGINES] if spec.image is not None else BACKENDS, spec.min_level)
         sandbox = await backend.create(spec, main_source=main_source)
-        self._held[name] = _Held(sandbox=sandbox, group=group)
+        made = self.hold(name, sandbox, group)
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._end_abandoned())
         lacks = ("mounts", "servers", *sandbox.isolation.lacks)
+        return made | {"isolation": replace(sandbox.isolation, node=platform.node(), lacks=lacks)}
+
+    def hold(self, name: str, sandbox: ServedSandbox, group: Any = None) -> dict[str, Any]:
+        """Take a sandbox, which ends with its placement group if it has one; return its properties."""
+        self._held[name] = _Held(sandbox=sandbox, group=group)
         return {
-            "isolation": replace(sandbox.isolation, node=platform.node(), lacks=lacks),
+            "isolation": sandbox.isolation,
             "scratch": sandbox.scratch,
             "python_argv": sandbox.found_python,
             "supervisor_pid": sandbox.supervisor_pid,
@@ -131,7 +136,7 @@ class RayBackend:
     async def create(
         self, spec: SandboxSpec, *, main_source: str = "", beside: ServedSandbox | None = None
     ) -> RaySandbox:
-        """Return a fresh sandbox; see `SandboxBackend.create`. Waits until a node has room.
+        """Return a fresh sandbox; see `LocalBackend.create`. Waits until a node has room.
 
         `main_source`: see `LocalBackend.create`. `beside`: a sandbox that rests meanwhile, whose place this
         one shares: if attempts that have one waited for another one, none would end.
@@ -175,33 +180,21 @@ class RaySandbox(ServedSandbox):
         )
 
 
-class RayRequests(Requests):
-    """Sends the requests of one sandbox to its host."""
+class HostRequests(Requests):
+    """Sends the requests of one sandbox to its host, an actor."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, host: Any = None) -> None:
         # The host itself numbers its own from 0.
         super().__init__(RAY, 1 << 32)
-        self.place = place
         self._name = uuid.uuid4().hex
-        self._host: Any = None
+        self._host = host
         self._turns = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def create(self, spec: SandboxSpec, main_source: str) -> dict[str, Any]:
-        """Make the sandbox. Raises: as `RayBackend.create`."""
-        while True:
-            self._host = await asyncio.to_thread(_host_of, self.place.node)
-            call = self._host.create.remote(self._name, self.place.group, spec, main_source)
-            try:
-                made: dict[str, Any] = await answer_of(call, self._note_lost)
-                break
-            except SandboxLost:
-                # A host that died is started again; those of a node that died are not.
-                if not self.lost_kind or time.monotonic() - self.place.since > _PATIENCE_S:
-                    raise
-                await asyncio.sleep(_MAX_PAUSE_S)
-                self.lost_kind = ""
-        self._watching = self._keep(self._watch())
+    async def make(self, method: Any, *details: object) -> Any:
+        """Make the sandbox by a method of its host; return the answer. Raises: as that; SandboxLost."""
+        made = await answer_of(method.remote(self._name, *details), self._note_lost)
+        self._watching = self.keep(self._watch())
         return made
 
     def pass_on(self, header: dict[str, Any], body: bytes) -> asyncio.Future[Answer]:
@@ -210,7 +203,7 @@ class RayRequests(Requests):
             raise self.lost(self.lost_kind, self.lost_why)
         # Called here and now: the order of calls is that of the messages.
         call = self._host.pass_on.remote(self._name, next(self._turns), header, body)
-        return self._keep(answer_of(call, self._note_lost))
+        return self.keep(answer_of(call, self._note_lost))
 
     def tell(self, header: dict[str, Any], body: bytes = b"") -> None:
         """Send a message that has no answer; see `Requests.tell`."""
@@ -236,13 +229,16 @@ class RayRequests(Requests):
         except TimeoutError:
             raise self.lost("infra") from None
         finally:
-            (self.place.give_back if is_over else self.close)()
+            self.leave(is_over=is_over)
 
     def close(self) -> None:
-        """Leave the sandbox to its host, which ends it, and free its place."""
-        if self._host is not None:
+        """Leave the sandbox to its host, which ends it."""
+        self.leave(is_over=False)
+
+    def leave(self, *, is_over: bool) -> None:
+        """Have the host end what is left of the sandbox."""
+        if not is_over and self._host is not None:
             self._host.end.remote(self._name)
-        self.place.remove()
 
     async def _watch(self) -> None:
         kind, why = "infra", ""
@@ -256,13 +252,41 @@ class RayRequests(Requests):
             self.lost_kind, self.lost_why = kind, why
         return self.lost(self.lost_kind, self.lost_why)
 
-    def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Do work beside, whose error may go unread."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # Retrieve the exception of an answer that nobody awaits.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
+
+
+class RayRequests(HostRequests):
+    """Sends the requests of one sandbox to the host of its place."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__()
+        self.place = place
+
+    async def create(self, spec: SandboxSpec, main_source: str) -> dict[str, Any]:
+        """Make the sandbox. Raises: as `RayBackend.create`."""
+        while True:
+            self._host = await asyncio.to_thread(_host_of, self.place.node)
+            try:
+                made = await self.make(self._host.create, self.place.group, spec, main_source)
+                return cast(dict[str, Any], made)
+            except SandboxLost:
+                # A host that died is started again; those of a node that died are not.
+                if not self.lost_kind or time.monotonic() - self.place.since > _PATIENCE_S:
+                    raise
+                await asyncio.sleep(_MAX_PAUSE_S)
+                self.lost_kind = ""
+
+    def leave(self, *, is_over: bool) -> None:
+        """Have the host end what is left of the sandbox, and free its place."""
+        super().leave(is_over=is_over)
+        (self.place.give_back if is_over else self.place.remove)()
 
 
 async def answer_of(call: Awaitable[T], note_death: Callable[[str], Exception]) -> T:

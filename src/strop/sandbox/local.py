@@ -78,17 +78,6 @@ class LocalSandbox(ServedSandbox):
         header, _ = await self.client.ask({"op": "connect", "address": address})
         return socket.socket(fileno=header["descriptor"])
 
-    async def pause(self) -> None:
-        """Stop all its programs; their time limits go on. No-op if they are.
-
-        Raises: SandboxError with kind busy if a process could not be stopped; then all go on. SandboxLost.
-        """
-        await self.client.ask({"op": "pause"})
-
-    async def resume(self) -> None:
-        """Let its programs go on. Raises: SandboxLost."""
-        await self.client.ask({"op": "resume"})
-
     async def find_python(self) -> tuple[str, ...]:
         """Return the first Python that starts inside, with its flags; empty if none does."""
         for path in python_candidates():
@@ -109,14 +98,14 @@ class LocalBackend:
     async def create(
         self, spec: SandboxSpec, *, main_source: str = "", beside: ServedSandbox | None = None
     ) -> LocalSandbox:
-        """Return a fresh sandbox; see `SandboxBackend.create`.
+        """Return a fresh sandbox that is ready for its first command.
 
         `main_source`: trusted Python that defines `main`, for `run_main`. It is loaded once, outside of every
         sandbox, and must only import and define. `beside` has no effect: see `RayBackend.create`.
 
-        Raises: SandboxRefused with kind image, architecture, user, gpus, mounts, workspace, network,
-        no_space, missing (no bwrap, podman or docker), graph_root, bubblewrap, podman, docker,
-        level or host.
+        Raises: SandboxError as `write`, for a file of the spec; SandboxRefused with kind image, architecture,
+        user, gpus, mounts, workspace, network, no_space, missing (no bwrap, podman or docker), graph_root,
+        bubblewrap, podman, docker, level or host.
         """
         refuse_network(spec.network, self.name)
         _refuse_unsupported(spec, self.name)

@@ -231,6 +231,17 @@ class ServedSandbox(ABC):
         header, _ = await self.client.ask({"op": "stats"})
         return SandboxStats(**{name: header[name] for name in SandboxStats.__slots__})
 
+    async def pause(self) -> None:
+        """Stop all its programs; their time limits go on. No-op if they are.
+
+        Raises: SandboxError with kind busy if a process could not be stopped; then all go on. SandboxLost.
+        """
+        await self.client.ask({"op": "pause"})
+
+    async def resume(self) -> None:
+        """Let its programs go on. Raises: SandboxLost."""
+        await self.client.ask({"op": "resume"})
+
     async def stop(self) -> None:
         """End everything in it."""
         if self._stopping is None:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from strop.cli import main
-from strop.io.endpoints import Endpoint
+from strop.io.endpoints import RUNTIME, Endpoint, read_endpoint
 from strop.launch.contract import JobState
 from strop.launch.job_dir import job_path_of, read_ref
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
 from strop.runtime.agent_server import OPENHANDS
-from strop.runtime.service_dir import ServiceDir
 from strop.store.python_environment import KEEP_BYTECODE
 from tests.conftest import require_system_part
 from tests.fixtures.own_code import ACCEPTED, OWN_TASK, write_own_code
@@ -48,9 +47,9 @@ def test_a_service_on_two_nodes_serves_goes_on_without_one_and_leaves_nothing(
     words = ["runtime", "serve", "--on", "cluster", "--backend", "bubblewrap"]
     assert main([*words, "job.nodes=2", "job.cpus=1", "job.time_limit=15m"]) == 0, capsys.readouterr().err
     (home,) = (path for path in (site.root / "runs").iterdir() if path.is_dir())
-    ref, folder = read_ref(job_path_of(home)), ServiceDir(home / "runtime")
-    site.wait_until(lambda: folder.find() or site.status(ref).state in ALL_ENDS)
-    endpoint = folder.find()
+    ref, folder = read_ref(job_path_of(home)), home / "runtime"
+    site.wait_until(lambda: read_endpoint(folder, RUNTIME) or site.status(ref).state in ALL_ENDS)
+    endpoint = read_endpoint(folder, RUNTIME)
     assert endpoint is not None, slurm_log(ref)
     with RuntimeClient(endpoint) as client:
         follow_the_page(endpoint, folder)
@@ -58,18 +57,18 @@ def test_a_service_on_two_nodes_serves_goes_on_without_one_and_leaves_nothing(
     assert main(["cancel", str(home)]) == 0
     site.wait_for(ref, JobState.CANCELLED, JobState.SUCCEEDED)
     wait_for(lambda: processes_of(home), lambda found: not found)
-    assert folder.find() is None
+    assert read_endpoint(folder, RUNTIME) is None
 
 
-def follow_the_page(endpoint: Endpoint, folder: ServiceDir) -> None:
+def follow_the_page(endpoint: Endpoint, folder: Path) -> None:
     """Run the program of docs/runtime.md as it stands there, with OpenHands' own client."""
     require_system_part("OpenHands' client (make openhands-deps)", OPENHANDS.is_ready())
     page = Path(__file__).parents[3] / "docs" / "runtime.md"
     code = page.read_text("utf-8").partition("```python\n")[2].partition("```")[0]
-    for word, value in (("http://HOST:PORT", endpoint.url), ("FOLDER", str(folder.path))):
+    for word, value in (("http://HOST:PORT", endpoint.url), ("FOLDER", str(folder))):
         assert word in code
         code = code.replace(word, value)
-    place = folder.path.parent / "client"
+    place = folder.parent / "client"
     place.mkdir()
     environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "no_proxy": "*", **KEEP_BYTECODE}
     words = [str(OPENHANDS.python), "-c", code]
