@@ -215,11 +215,6 @@ def test_a_link_out_of_a_run_is_no_file_of_it(copy: Path, tmp_path: Path) -> Non
     inside.unlink()
     inside.symlink_to(outside / "step-000004.parquet")
     assert ask(copy, "SELECT max(step) FROM rollouts") == [(3,)]
-    (copy / "discarded").symlink_to(outside)
-    assert ask(copy, "SELECT count(*) FROM discarded WHERE reply_text = 'a secret'") == [(0,)]
-    (copy / "metrics.jsonl").unlink()
-    (copy / "metrics.jsonl").symlink_to(copy / "events.jsonl")
-    assert ask(copy, "SELECT count(*) FROM metrics") == [(0,)]
 
 
 def test_numbers_of_lm_eval_are_asked_too(copy: Path) -> None:

@@ -251,7 +251,7 @@ def query(
             next_step="pip install 'strop[query]'",
         )
     from strop.view import make_harmless
-    from strop.view.query import RunsDatabase, shorten, to_json
+    from strop.view.query import LIST_COLUMNS, RunsDatabase, shorten, to_json
 
     output: Output = context.obj
     if sql and (len(sql.split()) == 1 or Path(sql).is_dir()):
@@ -265,23 +265,14 @@ def query(
             next_step="name it: strop query SQL PLACE",
         )
     with RunsDatabase({run.key: run.record for run in runs}) as database:
-        if not sql:
-            columns = database.list_columns()
-            if json:
-                output.give_json([asdict(column) for column in columns])
-            else:
-                output.give_table(
-                    ("table", "column", "type"),
-                    [(column.table, column.name, shorten(column.kind, 80)) for column in columns],
-                )
-            return
-        answer = database.ask(sql)
+        answer = database.ask(sql or LIST_COLUMNS)
         if json:
             output.give_json_list(
                 dict(zip(answer.columns, map(to_json, row), strict=True)) for row in answer.rows
             )
             return
-        rows = [[shorten(value, _CELL_CHARACTERS) for value in row] for row in islice(answer.rows, MOST_ROWS)]
+        cells = _CELL_CHARACTERS if sql else 80
+        rows = [[shorten(value, cells) for value in row] for row in islice(answer.rows, MOST_ROWS)]
         output.give_table([make_harmless(name) for name in answer.columns], rows)
         if next(answer.rows, None) is not None:
             output.say(f"these are the first {MOST_ROWS} rows: narrow the question, or take all with --json")

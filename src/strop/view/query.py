@@ -1,6 +1,6 @@
-"""Read-only SQL over the records of runs, by DuckDB: one SELECT over views of the runs' files.
+"""Read-only SQL over the records of runs, by DuckDB: one SELECT over the runs' files.
 
-DuckDB may read the files that the views need, and nothing else: no other file, no address, no extension; and
+DuckDB may read the files that the tables need, and nothing else: no other file, no address, no extension; and
 a question cannot change these settings. Texts of answers are as recorded; their printer makes them harmless.
 
 Importing this module imports DuckDB (`pip install strop[query]`) and pyarrow.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import tempfile
 import tomllib
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import duckdb
 import pyarrow.parquet as pq
@@ -30,9 +29,7 @@ from strop.record.run_dir import DISCARDED, STATE_NAME
 from strop.spec.display import dotted, walk_values
 from strop.view.terminal import make_harmless
 
-Records = Mapping[str, RecordFiles]
-"""The record of each run, by its name in the column `run`."""
-_SETTINGS: Mapping[str, str] = {
+_SETTINGS = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
     "allow_community_extensions": "false",
@@ -42,8 +39,6 @@ _SETTINGS: Mapping[str, str] = {
 _FETCHED_ROWS = 1000
 _GLOB = re.compile(r"[*?\[]")
 """Characters that DuckDB takes for a pattern in a path."""
-_PLACE = re.compile(r"step-\d+[\w./-]*\.parquet|\w+\.jsonl|\S+-step-\d+\S*\.json")
-_NOTHING = "SELECT NULL::VARCHAR AS run, NULL::BIGINT AS step WHERE false"
 _ROLLOUTS = """
     regexp_extract(filename, 'step-([0-9]+)[^/]*(/[^/]+)?$', 1)::BIGINT AS step,
     * EXCLUDE (step, filename), turns[1].text AS prompt, step AS asked_step
@@ -96,22 +91,19 @@ TABLES: Mapping[str, tuple[str, str]] = {
                 spans: 'STRUCT(lane VARCHAR, name VARCHAR, start DOUBLE, "end" DOUBLE, detail JSON)[]'}))""",
     ),
 }
-"""Each table: a pattern of the names of its files in a run, and what its view selects from `$files`."""
+"""Each table: a pattern of the names of its files in a run, and what it selects from `$files`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """One column of a table."""
-
-    table: str
-    name: str
-    kind: str
-    """DuckDB's type, for example 'DOUBLE'."""
+LIST_COLUMNS = (
+    'SELECT table_name AS "table", column_name AS name, data_type AS kind FROM duckdb_columns()'
+    f" WHERE table_name IN ({', '.join(map(repr, TABLES))}) ORDER BY table_name, column_index"
+)
+"""The question about the columns of all tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Rows in columns. Names are unique: the second `a` is `a_1`."""
+    """Rows in columns. Names are unique: a second `a`, at position 1, is `a_1`."""
 
     columns: tuple[str, ...]
     rows: Iterator[tuple[Any, ...]]
@@ -119,12 +111,13 @@ class Answer:
 
 
 class RunsDatabase:
-    """Views over the files of some runs, for one question or one listing inside a `with` block."""
+    """Tables over the files of some runs, for one question inside a `with` block."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Mapping[str, RecordFiles]) -> None:
+        """`records`: the record of each run, by its name in the column `run`."""
         self._records = records
         self._folder = tempfile.TemporaryDirectory(prefix="strop-query-")
-        self._connection = duckdb.connect(":memory:", config=dict(_SETTINGS))
+        self._connection = duckdb.connect(":memory:", config=_SETTINGS)
 
     def __enter__(self) -> RunsDatabase:
         return self
@@ -142,7 +135,7 @@ class RunsDatabase:
         try:
             statements = self._connection.extract_statements(sql)
         except (duckdb.Error, ValueError) as error:
-            self._refuse(error)
+            raise _refuse(error) from error
         if [statement.type for statement in statements] != [duckdb.StatementType.SELECT]:
             raise ConfigError(
                 f"{sql.strip()[:80]!r} is not one SELECT",
@@ -155,42 +148,33 @@ class RunsDatabase:
         try:
             result = self._connection.execute(statements[0])
         except duckdb.Error as error:
-            self._refuse(error)
+            raise _refuse(error) from error
         names = [column[0] for column in result.description or ()]
-        return Answer(columns=_make_unique(names), rows=self._fetch(result))
-
-    def list_columns(self) -> list[Column]:
-        """Return the columns of all tables. Raises: StoreError or CorruptRecord if one cannot be read."""
-        self._open(list(TABLES))
-        rows = self._connection.execute(
-            "SELECT table_name, column_name, data_type FROM duckdb_columns() WHERE NOT internal"
-            " ORDER BY column_index"
-        ).fetchall()
-        order = list(TABLES)
-        return [
-            Column(table=table, name=name, kind=kind)
-            for table, name, kind in sorted(rows, key=lambda row: order.index(row[0]))
-        ]
+        columns = (f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
+        return Answer(columns=tuple(columns), rows=_fetch(result))
 
     def _open(self, names: list[str]) -> None:
-        """Make views, and close DuckDB to everything but their files."""
-        selects: dict[str, list[str]] = {name: [_NOTHING] for name in names}
-        allowed = []
+        """Make the tables, and close DuckDB to everything but the files of those that are views."""
+        allowed: list[str] = []
         for name in names:
-            for run, paths in {"": self._find_none(name), **self._find_files(name)}.items():
-                if paths:
-                    columns = TABLES[name][1].replace("$files", _literal(paths))
-                    selects[name].append(f"SELECT {_literal(run)} AS run, {columns}")
-                    allowed += paths
+            pattern, columns = TABLES[name]
+            files = {"": self._find_none(name), **self._find_files(pattern)}
+            selects = ["SELECT NULL::VARCHAR AS run, NULL::BIGINT AS step WHERE false"]
+            selects += [
+                f"SELECT {_literal(run)} AS run, {columns.replace('$files', _literal(paths))}"
+                for run, paths in files.items()
+                if paths
+            ]
+            # Rollouts may be many gigabytes; all else is read here, so that what is damaged is found here.
+            kind = "VIEW" if columns is _ROLLOUTS else "TABLE"
+            try:
+                self._connection.execute(f"CREATE {kind} {name} AS {' UNION ALL BY NAME '.join(selects)}")
+            except duckdb.Error as error:
+                raise _damaged(make_harmless(str(error))) from error
+            allowed += (path for paths in files.values() for path in paths)
         self._connection.execute(f"SET allowed_paths = {_literal(allowed)}")
         self._connection.execute("SET enable_external_access = false")
         self._connection.execute("SET lock_configuration = true")
-        for name in names:
-            try:
-                union = " UNION ALL BY NAME ".join(selects[name])
-                self._connection.execute(f"CREATE VIEW {name} AS {union}")
-            except duckdb.Error as error:
-                self._refuse(error)
 
     def _find_none(self, name: str) -> list[str]:
         """Return a file without a row, which gives a table its columns where no run has a file."""
@@ -201,67 +185,58 @@ class RunsDatabase:
             path.touch()
         return [str(path)] if path.exists() else []
 
-    def _find_files(self, name: str) -> dict[str, list[str]]:
-        """Return the files of a table, by run.
-
-        A run's directory keeps its own, but a log's complete lines are copied; a store's are fetched.
-        """
-        pattern = TABLES[name][0]
+    def _find_files(self, pattern: str) -> dict[str, list[str]]:
+        """Return the files of a table, by run: where they are, or a copy of what is complete of them."""
+        folder, _, file = pattern.rpartition("/")
         found: dict[str, list[str]] = {}
-        folder = pattern.partition("/")[0] if "/" in pattern else None
         for number, (run, record) in enumerate(self._records.items()):
-            files = [pattern.replace("\\", "")] if folder is None else record.list(folder)
+            names = record.list(folder.partition("/")[0]) if folder else [file.replace("\\", "")]
             paths = found[run] = []
-            for file in files:
-                path = _path_inside(record, file)
-                if re.fullmatch(pattern, file) is None or path is None:
+            for name in names:
+                path = record.describe(name)
+                # A link, which may lead out of the run, is no file of it.
+                if not re.fullmatch(pattern, name) or Path(path).is_symlink():
                     continue
-                if folder is not None and "://" not in path and not _GLOB.search(path):
+                if name.endswith(".parquet") and "://" not in path and not _GLOB.search(path):
                     paths.append(path)
                     continue
-                data = _describe_run(record) if name == "runs" else record.read(file) or b""
-                data = data[: data.rfind(b"\n") + 1] if folder is None else data
-                if data:
-                    paths.append(self._copy(f"{number}/{file}", data))
+                data = _describe_run(record) if name == STATE_NAME else record.read(name) or b""
+                copy = Path(self._folder.name, str(number), name)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                # A kill may have torn the last line of a log.
+                copy.write_bytes(data[: data.rfind(b"\n") + 1] if name.endswith(".jsonl") else data)
+                if copy.stat().st_size:
+                    paths.append(str(copy))
         return found
 
-    def _copy(self, name: str, data: bytes) -> str:
-        path = Path(self._folder.name, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        return str(path)
 
-    def _fetch(self, result: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
-        while True:
-            try:
-                rows = result.fetchmany(_FETCHED_ROWS)
-            except duckdb.Error as error:
-                self._refuse(error)
-            if not rows:
-                return
+def _fetch(result: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
+    try:
+        while rows := result.fetchmany(_FETCHED_ROWS):
             yield from rows
+    except duckdb.Error as error:
+        raise _refuse(error) from error
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Translate an error of DuckDB into one of strop, and raise it."""
-        # The message may quote model text.
-        message = make_harmless(str(error).strip())
-        if isinstance(error, duckdb.PermissionException):
-            raise ConfigError(
-                f"the question reaches for more than the record ({message.splitlines()[0]})",
-                allowed=f"the tables {', '.join(TABLES)}",
-                next_step="ask these alone",
-            ) from error
-        if isinstance(error, duckdb.IOException) or _PLACE.search(message):
-            raise CorruptRecord(
-                f"a file of the record cannot be read ({message})",
-                allowed="the files that strop wrote",
-                next_step="ask again if a run was just resumed; else remove the file, or ask the other runs",
-            ) from error
-        raise ConfigError(
-            f"the question has no answer ({message})",
-            allowed=f"the tables {', '.join(TABLES)}; `strop query` lists their columns",
-            next_step="mend the question",
-        ) from error
+
+def _refuse(error: Exception) -> ConfigError | CorruptRecord:
+    """Translate an error of DuckDB."""
+    # The message may quote model text.
+    message = make_harmless(str(error).strip())
+    if isinstance(error, duckdb.IOException):
+        return _damaged(message)
+    return ConfigError(
+        f"the question has no answer ({message})",
+        allowed=f"the tables {', '.join(TABLES)} alone; `strop query` lists their columns",
+        next_step="mend the question",
+    )
+
+
+def _damaged(message: str) -> CorruptRecord:
+    return CorruptRecord(
+        f"a file of the record cannot be read ({message})",
+        allowed="the files that strop wrote",
+        next_step="ask again if a run was just resumed; else remove the file, or ask the other runs",
+    )
 
 
 def _describe_run(record: RecordFiles) -> bytes:
@@ -278,20 +253,8 @@ def _describe_run(record: RecordFiles) -> bytes:
             key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()
         }
     except (ValueError, TypeError, KeyError) as error:
-        raise CorruptRecord(
-            f"{record.describe(STATE_NAME)} holds what is no record ({error})",
-            allowed="the files that strop wrote",
-            next_step="mend or move it, or ask the other runs alone",
-        ) from error
-    return json.dumps(row).encode() + b"\n"
-
-
-def _path_inside(record: RecordFiles, name: str) -> str | None:
-    """Return the path or URI of a run's file; None if it is a link, which may lead elsewhere."""
-    if "://" in (place := record.describe(name)):
-        return place
-    path = os.path.join(os.path.realpath(record.describe("")), name)
-    return path if os.path.realpath(path) == path else None
+        raise _damaged(f"{record.describe(STATE_NAME)}: {error}") from error
+    return json.dumps(row).encode()
 
 
 def _literal(value: str | list[str]) -> str:
@@ -301,36 +264,20 @@ def _literal(value: str | list[str]) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
-def _make_unique(names: list[str]) -> tuple[str, ...]:
-    seen: dict[str, int] = {}
-    unique = []
-    for name in names:
-        number = seen.get(name, 0)
-        seen[name] = number + 1
-        unique.append(f"{name}_{number}" if number else name)
-    return tuple(unique)
-
-
 def to_json(value: Any) -> Any:
     """Convert a value of an answer to JSON: NaN and infinities become null, other types their text."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
     if isinstance(value, float | Decimal):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): to_json(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return list(map(to_json, value))
-    return str(value)
+    return value if value is None or isinstance(value, bool | int) else str(value)
 
 
 def shorten(value: Any, num_characters: int) -> Any:
-    """Shorten a value for a table: long texts and lists are cut, with a note of their length."""
-    if isinstance(value, list) and len(value) > num_characters // 8:
-        return f"{str(value[: num_characters // 8])[:-1]}, ... {len(value)} values]"
+    """Shorten a value for a table: of a long text or list the beginning and its length."""
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)
-    if len(text) <= num_characters:
-        return text
-    return f"{text[:num_characters]} ... {len(text)} characters"
+    return text if len(text) <= num_characters else f"{text[:num_characters]} ... {len(text)} characters"
