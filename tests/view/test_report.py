@@ -22,7 +22,6 @@ from strop.store.local_objects import LocalObjects
 from strop.view.alarms import EXPLANATIONS, count_alarms
 from strop.view.live import LiveRun
 from strop.view.report import write_comparison, write_report, write_report_of
-from strop.view.run_record import choose_rows
 from strop.view.terminal import describe_usd
 from tests.record.test_prediction import PLANNED
 from tests.view.synthetic_run import make_result, make_rollouts, make_run, raise_alarm
@@ -179,13 +178,23 @@ def test_alarms_are_counted_by_cause_and_explained(tmp_path: Path) -> None:
     assert [event["cause"] for event in shown["log"]] == ["resumed"]
 
 
-def test_the_example_with_the_widest_rewards_is_shown() -> None:
-    # Example b: 1, 0.5, 0 and one without a reward. Best, the one at position 3 // 2 = 1, worst.
-    rows = [("a", 0.5), ("b", 0.0), ("b", None), ("a", 0.25), ("b", 1.0), ("b", 0.5)]
-    assert choose_rows(rows) == [4, 5, 1]
-    assert choose_rows([]) == []
-    assert choose_rows([("a", 1.0), ("a", 1.0)]) == [0, 1]
-    assert choose_rows([("a", None), ("a", None)]) == [0, 1]
+@pytest.mark.parametrize(
+    ("rows", "chosen"),
+    [
+        # Example b: 1, 0.5, 0 and one without a reward. Best, the one at position 3 // 2 = 1, worst.
+        ([("a", 0.5), ("b", 0.0), ("b", None), ("a", 0.25), ("b", 1.0), ("b", 0.5)], [4, 5, 1]),
+        ([], []),
+        ([("a", 1.0), ("a", 1.0)], [0, 1]),
+        ([("a", None), ("a", None)], [0, 1]),
+    ],
+)
+def test_the_example_with_the_widest_rewards_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[tuple[str, float | None]], chosen: list[int]
+) -> None:
+    listed = [{"key": key, "example_id": name, "reward": reward} for key, (name, reward) in enumerate(rows)]
+    monkeypatch.setattr(LiveRun, "list_rows", lambda *_: listed)
+    live = LiveRun(key="a", record=DirectoryRecord(tmp_path))
+    assert [row["key"] for row in live.choose_rows(1)] == chosen
 
 
 def test_what_is_not_a_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -6,21 +6,24 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from strop.errors import StropError
-from strop.record import EventKind
-from strop.record.prediction import compare_prediction
+from strop.record import EventKind, RunState
+from strop.record.prediction import Prediction, compare_prediction
 from strop.rollout import ToolCall
 from strop.tasks.tool_calls import read_any
 from strop.view.live import EVALUATION, NOTES, TRAINING, LiveRun
 from strop.view.terminal import describe_duration, describe_usd
 
 if TYPE_CHECKING:
-    from strop.evaluate import EvalResult
-    from strop.view.run_record import RunRecord
+    from strop.evaluate import EvalResult, Interval
+
+
+_NOTED_KINDS = frozenset({EventKind.RESUME, EventKind.NOTICE, EventKind.STOP})
 
 
 def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
@@ -40,7 +43,6 @@ def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
         lines.append(
             {
                 "key": key,
-                "name": state.name,
                 "phase": run.find_phase(),
                 "created_at": state.created_at,
                 "num_steps": int(metrics.get("step", 0)),
@@ -58,35 +60,30 @@ def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
 def describe_run(live: LiveRun) -> dict[str, Any]:
     """Return everything about a run except its curves and its rollouts."""
     from strop.view.alarms import count_alarms
-    from strop.view.run_record import NOTED_KINDS, compare_ends, describe_protocol, read_live
 
     events, events_offset = live.read_events()
-    run = read_live(live, events)
-    ends = compare_ends(run.evals)
-    train = run.spec.get("train", {})
+    live.read_metrics()
+    state, spec, evals, predicted = live.read_state(), live.read_spec(), live.read_evals(), live.read_plan()
     return {
         "key": live.key,
-        "name": run.state.name,
         "phase": live.find_phase(),
-        "plot_range": describe_plot_range(run),
-        "task": run.state.facts.get("task") or run.spec.get("task", {}).get("name"),
-        "model": run.spec.get("model", {}).get("uri"),
-        "algorithm": _name_method(run),
-        "created_at": run.state.created_at,
-        "finished_at": run.state.finished_at,
-        "num_attempts": run.state.num_attempts,
-        "wanted_steps": train.get("steps"),
-        "evals": [_describe_eval(result) for result in run.evals],
-        "protocol": describe_protocol(run.evals[-1]) if run.evals else {},
-        "change": None if ends is None or ends.change is None else asdict(ends.change),
-        "alarms": [asdict(alarm) for alarm in count_alarms(run.events)],
-        "gate": [asdict(event) for event in run.events if event.kind is EventKind.GATE],
-        "log": [asdict(event) for event in run.events if event.kind in NOTED_KINDS],
-        "compared": compare_with_plan(run),
-        "audit": run.audit,
-        "facts": collect_facts(run),
-        "spec": run.spec_text,
-        "notes": (live.record.read(NOTES) or b"").decode(errors="replace"),
+        "plot_range": describe_plot_range(live.metrics, _lookup(spec, "train", "steps")),
+        "task": state.facts.get("task") or _lookup(spec, "task", "name"),
+        "model": _lookup(spec, "model", "uri"),
+        "algorithm": _name_method(spec),
+        "created_at": state.created_at,
+        "num_attempts": state.num_attempts,
+        "wanted_steps": spec.get("train", {}).get("steps"),
+        "evals": [_describe_eval(result) for result in evals],
+        "change": None if (change := _compare_ends(evals)) is None else asdict(change),
+        "alarms": [asdict(alarm) for alarm in count_alarms(events)],
+        "gate": [asdict(event) for event in events if event.kind is EventKind.GATE],
+        "log": [asdict(event) for event in events if event.kind in _NOTED_KINDS],
+        "compared": [] if predicted is None else compare_with_plan(predicted, live.metrics),
+        "audit": live.read_audit(),
+        "facts": collect_facts(state, spec, predicted, live.metrics),
+        "spec": live.read_text("spec.toml"),
+        "notes": live.read_text(NOTES),
         "notes_path": live.record.describe(NOTES),
         "rollout_steps": live.rollout_steps(),
         "reply_steps": live.rollout_steps(EVALUATION),
@@ -95,10 +92,22 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
     }
 
 
-def _name_method(run: RunRecord) -> str | None:
+def _compare_ends(evals: Sequence[EvalResult]) -> Interval | None:
+    """Return the paired change of greedy accuracy from the first evaluation to the last.
+
+    None if there are not two of different steps, or one is invalid: these are shown, but not compared.
+    """
+    from strop.evaluate import compare_results
+
+    if not evals or evals[0].step == evals[-1].step or not (evals[0].is_valid and evals[-1].is_valid):
+        return None
+    return compare_results(evals[0], evals[-1]).greedy
+
+
+def _name_method(spec: Mapping[str, Any]) -> str | None:
     """Return the run's algorithm, or the name of its objective."""
-    terms, algorithm = (_lookup(run.spec, *path) for path in (("train", "terms"), ("algorithm", "name")))
-    own = {"sft": "sft", "dpo": _lookup(run.spec, "dpo", "loss") or "dpo", "distill": "distillation"}
+    terms, algorithm = (_lookup(spec, *path) for path in (("train", "terms"), ("algorithm", "name")))
+    own = {"sft": "sft", "dpo": _lookup(spec, "dpo", "loss") or "dpo", "distill": "distillation"}
     return f"{algorithm} and sft" if terms == "rl+sft" else own.get(terms or "", algorithm or terms)
 
 
@@ -112,9 +121,6 @@ def _describe_eval(result: EvalResult) -> dict[str, Any]:
         "low": result.greedy.low,
         "high": result.greedy.high,
         "sampled": None if sampled is None else sampled.accuracy,
-        "sampled_low": None if sampled is None else sampled.low,
-        "sampled_high": None if sampled is None else sampled.high,
-        "pass_at_k": {str(k): estimate.value for k, estimate in result.pass_at_k.items()},
         "truncated": result.greedy.truncated_frac,
         "validity": result.validity.value,
         "is_valid": result.is_valid,
@@ -158,7 +164,6 @@ def describe_row(live: LiveRun, step: int, key: str, of: str = TRAINING) -> dict
         "reward": outcome.reward,
         "parts": dict(outcome.parts),
         "metrics": dict(outcome.metrics),
-        "turn_rewards": list(outcome.turn_rewards),
         "is_correct": outcome.is_correct,
         "format_ok": outcome.format_ok,
         "truncated": outcome.truncated,
@@ -195,26 +200,20 @@ def compare(runs: Sequence[LiveRun]) -> dict[str, Any]:
     If runs cannot be compared, the answer has the reason; their curves are still shown.
     """
     from strop.run.runs import Arm, compare_arms, list_changes, list_values
-    from strop.view.run_record import read_live
 
-    records = [read_live(run) for run in runs]
+    lasts = [run.read_evals()[-1:] for run in runs]
+    arms = [
+        Arm(name=run.key, paths=(Path(run.key),), results=tuple(last), values=list_values(run.read_spec()))
+        for run, last in zip(runs, lasts, strict=True)
+    ]
     answer: dict[str, Any] = {
         "runs": [
-            {"key": run.key, "last": _describe_eval(record.evals[-1]) if record.evals else None}
-            for run, record in zip(runs, records, strict=True)
+            {"key": arm.name, "last": _describe_eval(arm.results[-1]) if arm.results else None}
+            for arm in arms
         ],
         "changes": [],
         "notes": [],
     }
-    arms = [
-        Arm(
-            name=run.key,
-            paths=(record.path,),
-            results=tuple(record.evals[-1:]),
-            values=list_values(record.spec),
-        )
-        for run, record in zip(runs, records, strict=True)
-    ]
     answer["settings"] = [
         {"key": key, "values": [str(arm.values.get(key, "not set")) for arm in arms]}
         for key in sorted({key for arm in arms for key in arm.values})
@@ -249,10 +248,8 @@ def compare(runs: Sequence[LiveRun]) -> dict[str, Any]:
     return answer
 
 
-def compare_with_plan(record: RunRecord) -> list[dict[str, Any]]:
-    """Return planned numbers with their measured ones; none if nothing was planned or measured."""
-    if record.prediction is None:
-        return []
+def compare_with_plan(plan: Prediction, metrics: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """Return planned numbers with their measured ones, those that were measured."""
     return [
         {
             "name": row.name,
@@ -260,7 +257,7 @@ def compare_with_plan(record: RunRecord) -> list[dict[str, Any]]:
             "measured": describe_amount(row.measured, row.unit),
             "ratio": row.ratio,
         }
-        for row in compare_prediction(record.prediction, record.metrics)
+        for row in compare_prediction(plan, metrics)
     ]
 
 
@@ -273,43 +270,46 @@ def describe_amount(amount: float, unit: str) -> str:
     return f"{amount / 1e9:.2f} GB" if unit == "bytes" else f"{amount:,.0f} {unit}"
 
 
-def describe_plot_range(record: RunRecord) -> str | None:
+def describe_plot_range(metrics: Sequence[Mapping[str, float]], wanted: str | None) -> str | None:
     """Return the range of the charts' steps, with a warning if it is not the whole run; None: no steps."""
-    if not record.metrics:
+    if not metrics:
         return None
-    first, last = int(record.metrics[0]["step"]), record.num_steps
-    wanted = int(_lookup(record.spec, "train", "steps") or last)
-    if first <= 1 and last >= wanted:
+    first, last = int(metrics[0]["step"]), int(metrics[-1]["step"])
+    if first <= 1 and last >= int(wanted or last):
         return f"The charts show the whole run, steps 1 to {last}."
     return (
-        f"Cut short: the charts show steps {first} to {last} of the {wanted} of the run. What is not recorded"
-        " may look otherwise."
+        f"Cut short: the charts show steps {first} to {last} of the {wanted or last} of the run. What is not"
+        " recorded may look otherwise."
     )
 
 
-def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Collect the run's identity and cost, as label and text."""
-    state, num = record.state, record.state.num_attempts
+def collect_facts(
+    state: RunState,
+    spec: Mapping[str, Any],
+    planned: Prediction | None,
+    metrics: Sequence[Mapping[str, float]],
+) -> list[tuple[str, str]]:
+    """Collect a run's identity and cost, as label and text."""
+    num = state.num_attempts
     facts = [
         ("Started", instant(state.created_at)),
         ("Processes", "one" if num <= 1 else f"{num}, each resumed from a checkpoint"),
-        ("Seed", str(record.spec.get("seed", "default"))),
+        ("Seed", str(spec.get("seed", "default"))),
         ("Spec digest", state.spec_digest),
     ]
     facts += [(name.replace("_", " ").capitalize(), _plain(value)) for name, value in state.facts.items()]
-    seconds = [line["seconds_step"] for line in record.metrics if "seconds_step" in line]
+    seconds = [line["seconds_step"] for line in metrics if "seconds_step" in line]
     if seconds:
         facts.append(("Training time", describe_duration(sum(seconds))))
         facts.append(("Median step", describe_duration(statistics.median(seconds))))
-    planned = record.prediction
     if planned is not None and (rate := planned.usd_per_hour) is not None:
         price = describe_usd(rate * sum(seconds) / 3600.0)
         wanted = f"; planned {describe_usd(rate * planned.total_s / 3600.0)}" if planned.total_s else ""
         facts.append(("Price of the steps", f"{price} at {describe_usd(rate)} an hour{wanted}"))
-    tokens = sum(line.get("num_scored_tokens", 0) for line in record.metrics)
+    tokens = sum(line.get("num_scored_tokens", 0) for line in metrics)
     if tokens:
         facts.append(("Scored tokens", f"{tokens:,.0f}"))
-    peak_bytes = max((line.get("peak_memory_bytes", 0) for line in record.metrics), default=0)
+    peak_bytes = max((line.get("peak_memory_bytes", 0) for line in metrics), default=0)
     if peak_bytes:
         facts.append(("Peak memory", f"{peak_bytes / 1e9:.2f} GB"))
     return facts

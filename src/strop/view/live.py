@@ -10,7 +10,9 @@ import json
 import re
 import struct
 import time
-from collections.abc import Sequence
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -18,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.errors import ConfigError, StoreError
+from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.io import write_bytes_atomically
 from strop.record import Event, RunState
 from strop.record.events import to_event
 from strop.record.files import DirectoryRecord, LineFollower, RecordFiles
+from strop.record.prediction import PREDICTION_NAME, Prediction, parse_prediction
 from strop.record.run_dir import DISCARDED, STATE_NAME, TOKENIZER_NAME, parse_state
 from strop.run.runs import RunPhase, find_phase
 from strop.spec.eval_file import is_of_file
@@ -34,7 +37,8 @@ if TYPE_CHECKING:
     from strop.record.rollouts import StoredRollout
     from strop.rollout import Turn
 
-METRICS, EVENTS, TIMELINE, NOTES = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "notes.md"
+METRICS, EVENTS, TIMELINE = "metrics.jsonl", "events.jsonl", "timeline.jsonl"
+NOTES, AUDIT = "notes.md", "audit.json"
 SEARCH_LIMIT_S = 0.5
 """Limit of one search request; the page continues from the returned step."""
 MAX_FOUND = 200
@@ -137,6 +141,41 @@ class LiveRun:
         self._results = results
         return sorted(results.values(), key=lambda result: result.step)
 
+    def read_evals(self) -> list[EvalResult]:
+        """Return the largest set of evaluations that can be compared with each other, by step."""
+        by_protocol: dict[str, list[EvalResult]] = defaultdict(list)
+        for result in self.read_results():
+            by_protocol[result.protocol_digest].append(result)
+        return max(by_protocol.values(), key=len, default=[])
+
+    def read_text(self, name: str) -> str:
+        """Return the text of a file; empty if there is none. Raises: StoreError."""
+        return (self.record.read(name) or b"").decode(errors="replace")
+
+    def read_spec(self) -> Mapping[str, Any]:
+        """Return the run's settings, by section. Raises: StoreError."""
+        return tomllib.loads(self.read_text("spec.toml"))
+
+    def read_plan(self) -> Prediction | None:
+        """Return the predicted time and memory; None without a plan. Raises: CorruptRecord."""
+        data = self.record.read(PREDICTION_NAME)
+        return None if data is None else parse_prediction(data, self.record.describe(PREDICTION_NAME))
+
+    def read_audit(self) -> Mapping[str, Any] | None:
+        """Return the report of the task's audit; None without one. Raises: CorruptRecord."""
+        try:
+            audit = json.loads(self.record.read(AUDIT) or b"null")
+            if isinstance(audit, dict | None):
+                return audit
+            problem = "it is no JSON object"
+        except ValueError as error:
+            problem = str(error)
+        raise CorruptRecord(
+            f"{self.record.describe(AUDIT)} is damaged ({problem})",
+            allowed="the JSON that strop wrote",
+            next_step="remove it: `strop audit` makes another one",
+        )
+
     def rollout_steps(self, of: str = TRAINING) -> list[int]:
         """Return the steps with recorded rollouts, or with recorded replies of an evaluation, in order."""
         names = self.record.list("eval" if of == EVALUATION else ROLLOUTS)
@@ -185,6 +224,25 @@ class LiveRun:
             for prefix, name in self._files_of(step, of).items()
             for row in list_rows(*self._read_file(name))
         ]
+
+    def choose_rows(self, step: int) -> list[dict[str, Any]]:
+        """Return rows of the example of a step whose rewards differ most: its best, a middle one, its worst.
+
+        Ties go to the first; unscored rollouts are chosen only if an example has no scored ones.
+        """
+        groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for row in self.list_rows(step):
+            groups[row["example_id"]].append(row)
+
+        def spread(group: Sequence[Mapping[str, Any]]) -> float:
+            rewards = [row["reward"] for row in group if row["reward"] is not None]
+            return max(rewards) - min(rewards) if rewards else -1.0
+
+        group = max(groups.values(), key=spread, default=[])
+        scored = [row for row in group if row["reward"] is not None] or group
+        ranked = sorted(scored, key=lambda row: -(row["reward"] or 0.0))
+        positions = dict.fromkeys((0, len(ranked) // 2, len(ranked) - 1))
+        return [ranked[position] for position in positions] if ranked else []
 
     def read_row(self, step: int, key: str, of: str = TRAINING) -> StoredRollout:
         """Return a rollout. Raises: ConfigError for a malformed key; StoreError if there is no such row."""

@@ -29,7 +29,7 @@ from strop.record.run_dir import DISCARDED, STATE_NAME
 from strop.spec.display import dotted, walk_values
 from strop.view.terminal import make_harmless
 
-_SETTINGS = {
+_SETTINGS: Mapping[str, str] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
     "allow_community_extensions": "false",
@@ -117,7 +117,7 @@ class RunsDatabase:
         """`records`: the record of each run, by its name in the column `run`."""
         self._records = records
         self._folder = tempfile.TemporaryDirectory(prefix="strop-query-")
-        self._connection = duckdb.connect(":memory:", config=_SETTINGS)
+        self._connection = duckdb.connect(":memory:", config=dict(_SETTINGS))
 
     def __enter__(self) -> RunsDatabase:
         return self

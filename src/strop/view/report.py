@@ -21,7 +21,6 @@ from strop.io import write_bytes_atomically
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.view.answers import compare, describe_row, describe_run, instant, list_runs
 from strop.view.live import EVALUATION, TRAINING, LiveRun
-from strop.view.run_record import choose_rows
 
 REPORT_NAME = "report.html"
 COMPARISON_NAME = "comparison.html"
@@ -108,8 +107,7 @@ def _answer(run: LiveRun) -> list[tuple[list[Any], Any]]:
         (["steps", key, EVALUATION], {"steps": []}),
     ]
     for step in steps:
-        rows = run.list_rows(step)
-        rows = [rows[index] for index in choose_rows([(row["example_id"], row["reward"]) for row in rows])]
+        rows = run.choose_rows(step)
         answers.append((["rollouts", key, step, TRAINING], {"step": step, "rows": rows}))
         answers += [
             (["rollout", key, step, row["key"], TRAINING], describe_row(run, step, row["key"]))

@@ -15,11 +15,9 @@ import os
 import re
 import secrets
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http.cookies import SimpleCookie
-from importlib import import_module
 from importlib.resources import files
 from ipaddress import ip_address
 from typing import Any
@@ -28,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -64,7 +63,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """Lets through GET requests for this machine's own names, or with the token."""
+    """Lets through GET requests for this machine's own names, or with the token; guards every answer."""
 
     def __init__(self, app: AsgiApp, *, token: str | None, host: str, writes_notes: bool) -> None:
         self._app, self._token, self._writes_notes = app, token, writes_notes
@@ -74,8 +73,14 @@ class Guard:
         """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             return
+
+        async def send_guarded(message: Scope) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+            await send(message)
+
         refusal = self._refuse(scope)
-        await (self._app if refusal is None else refusal)(scope, receive, send)
+        await (self._app if refusal is None else refusal)(scope, receive, send_guarded)
 
     def _refuse(self, scope: Scope) -> Response | None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -90,7 +95,7 @@ class Guard:
         token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if token and self._is_token(token):
             # Remove the token from the address: addresses are copied and kept in histories.
-            answer = RedirectResponse(scope["path"], headers=_HEADERS)
+            answer = RedirectResponse(scope["path"])
             answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
             return answer
         cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
@@ -104,7 +109,7 @@ class Guard:
 
 
 def _plain(text: str, status: int) -> Response:
-    return Response(f"{text}\n", status, _HEADERS, "text/plain")
+    return Response(f"{text}\n", status, media_type="text/plain")
 
 
 def build_app(
@@ -128,7 +133,7 @@ def build_app(
             Route("/api/news", routes.news),
             Route(NOTES_PATH, routes.write_notes, methods=["PUT"]),
         ],
-        exception_handlers={StropError: _answer_error, 404: _answer_missing},
+        exception_handlers={StropError: _answer_error},
     )
     return Guard(app, token=token, host=host, writes_notes=writes_notes)
 
@@ -137,21 +142,17 @@ async def _send_file(request: Request) -> Response:
     name = request.path_params.get("name", "index.html")
     place = files("strop.view") / "page" / name
     if "/" in name or not place.is_file():
-        return _plain("there is no such page", 404)
-    return Response(place.read_bytes(), 200, _HEADERS, _TYPES.get(name.rpartition(".")[2], "text/plain"))
+        raise HTTPException(404)
+    return Response(place.read_bytes(), media_type=_TYPES.get(name.rpartition(".")[2], "text/plain"))
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 404, _HEADERS)
-
-
-async def _answer_missing(_: Request, __: Exception) -> Response:
-    return _plain("there is no such page", 404)
+    return JSONResponse({"error": str(error)}, 404)
 
 
 def _json(value: Any) -> Response:
     # NaN is no JSON: numbers that were not measured must be absent.
-    return Response(json.dumps(value, allow_nan=False), 200, _HEADERS, "application/json")
+    return Response(json.dumps(value, allow_nan=False), media_type="application/json")
 
 
 class _Routes:
@@ -186,7 +187,7 @@ class _Routes:
         return _json({})
 
     def metrics(self, request: Request) -> Response:
-        return Response(self._open(request).pack_metrics(), 200, _HEADERS, "application/octet-stream")
+        return Response(self._open(request).pack_metrics(), media_type="application/octet-stream")
 
     def steps(self, request: Request) -> Response:
         return _json({"steps": self._open(request).rollout_steps(_source(request))})
@@ -216,7 +217,7 @@ class _Routes:
         is_valid = metrics.isdecimal() and events.isdecimal()
         return StreamingResponse(
             follow(self._open(request), (int(metrics), int(events)) if is_valid else (0, 0)),
-            headers={**_HEADERS, "x-accel-buffering": "no"},
+            headers={"x-accel-buffering": "no"},
             media_type="text/event-stream",
         )
 
@@ -285,12 +286,9 @@ class Address:
         try:
             parts = urlsplit(f"//{text}")
             host, port = parts.hostname, parts.port
-            is_whole = not (parts.path or parts.query or parts.fragment or parts.username) and bool(
-                host or port
-            )
         except ValueError:
-            is_whole = False
-        if not is_whole:
+            host, port = None, None
+        if (host is None and port is None) or f"//{parts.netloc}" != parts.geturl() or parts.username:
             raise ConfigError(
                 f"--address {text}",
                 allowed="HOST, :PORT or HOST:PORT, such as 127.0.0.1:8421",
@@ -300,28 +298,17 @@ class Address:
 
     def listen(self) -> socket.socket:
         """Return a listening socket. Raises: ConfigError if the address is taken, or of another machine."""
-        try:
-            return self._bind(DEFAULT_PORT if self.port is None else self.port)
-        except OSError as error:
-            if self.port is None:
-                return replace(self, port=0).listen()
-            raise ConfigError(
-                f"the page cannot listen on {self.host}:{self.port} ({error.strerror})",
-                allowed="an address of this machine, with a port that is free",
-                next_step="leave --address out, and a free port is taken",
-            ) from error
-
-    def _bind(self, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self.host, port))
-            listener.listen(128)
-        except OSError:
-            listener.close()
-            raise
-        return listener
+        for port in (DEFAULT_PORT, 0) if self.port is None else (self.port,):
+            try:
+                return socket.create_server((self.host, port), family=family, backlog=128)
+            except OSError as error:
+                reason = error.strerror
+        raise ConfigError(
+            f"the page cannot listen on {self.host}:{port} ({reason})",
+            allowed="an address of this machine, with a port that is free",
+            next_step="leave --address out, and a free port is taken",
+        )
 
 
 def serve(runs: Runs, address: Address, *, writes_notes: bool, say: Callable[[str], None]) -> None:
@@ -343,14 +330,7 @@ def serve(runs: Runs, address: Address, *, writes_notes: bool, say: Callable[[st
         # A page that follows a run never ends its request.
         timeout_graceful_shutdown=1,
     )
-    threading.Thread(target=_import_rest, name="imports", daemon=True).start()
     uvicorn.Server(config).run(sockets=[listener])
-
-
-def _import_rest() -> None:
-    """Import the modules of the first answers while the browser loads the page."""
-    for name in ("strop.view.run_record", "strop.run.runs", "strop.record.rows", "tokenizers"):
-        import_module(name)
 
 
 def _is_loopback(host: str) -> bool:

@@ -28,7 +28,6 @@ from strop.store.policy import is_offline
 from strop.train.observer import EvalSummary, Observer
 from strop.view import trackers
 from strop.view.live import LiveRun
-from strop.view.run_record import choose_at_step
 from strop.view.terminal import ALARM_KINDS
 from strop.view.trackers import Row, TrackedRun, Tracker
 from strop.view.watching import summarize
@@ -136,9 +135,11 @@ class Sender(threading.Thread):
             return
         every = self._spec.rollouts_every
         if every and (step == 1 or step % every == 0):
-            chosen = choose_at_step(DirectoryRecord(self._run_dir.path), step)
-            if chosen is not None:
-                tracker.table(trackers.ROLLOUTS, step, list(map(describe_rollout, chosen.rollouts)))
+            run = LiveRun(key="", record=DirectoryRecord(self._run_dir.path))
+            rows = run.choose_rows(step) if step in run.rollout_steps() else []
+            if rows:
+                rollouts = (run.read_row(step, row["key"]).rollout for row in rows)
+                tracker.table(trackers.ROLLOUTS, step, list(map(describe_rollout, rollouts)))
         # Last: what is killed before the step is noted as sent sends it again, and numbers would be twice.
         values = {trackers.name_metric(name): float(v) for name, v in metrics.items() if name != "step"}
         tracker.log(step, values)
