@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from uuid import uuid4
 from strop.errors import CheckRefused
 from strop.io.logins import has_wandb_key
 from strop.spec import TrackersSpec
+from strop.spec.display import dotted, walk_values
 from strop.store.policy import is_offline
 
 Row = Mapping[str, str | float | None]
@@ -32,40 +33,40 @@ class TrackedRun:
     """A run, as a tracker starts it."""
 
     name: str
-    project: str
+    spec: TrackersSpec
     folder: Path
     """The folder of the tracker's own files."""
     config: Mapping[str, Any]
     """The run's settings, by section."""
     first_step: int
     """Steps trained before this attempt; records of later steps were removed."""
-    is_offline: bool
-    finish_limit_s: float
-    id: str | None = None
+    id: str | None
     """The tracker's id of the run; None: it has not been started there."""
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether no network may be asked."""
+        return self.spec.offline or is_offline()
 
 
 class Tracker(Protocol):
     """Receives a run, begun or resumed by its id. Calls come from one thread, in order; any may raise."""
 
-    keeps_later: bool
-    """Whether it keeps data of steps after `TrackedRun.first_step`, which are computed again."""
     id: str
     """Its id of the run."""
+    keeps_later: bool
+    """Whether it keeps data of steps after `TrackedRun.first_step`, which are computed again."""
 
     def __init__(self, run: TrackedRun) -> None: ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step, by their names in the tracker."""
-        ...
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         """Log rows of one kind for a step: rollouts or events."""
-        ...
 
     def finish(self, *, cause: str) -> None:
         """Send everything and end the run. `cause`: one word, 'done' if all steps were trained."""
-        ...
 
 
 class WandbTracker:
@@ -81,7 +82,7 @@ class WandbTracker:
         self._wandb = wandb
         self.id = run.id or uuid4().hex[:12]
         self._run = wandb.init(
-            project=run.project,
+            project=run.spec.project,
             name=run.name,
             id=self.id,
             resume="allow",
@@ -91,7 +92,7 @@ class WandbTracker:
             save_code=False,
             # At its end, too, the process waits no longer for it.
             settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, finish_timeout=max(run.finish_limit_s, 0.1)
+                silent=True, console="off", disable_git=True, finish_timeout=max(run.spec.finish_limit_s, 0.1)
             ),
         )
         # W&B's own step only grows: a late evaluation would be silently dropped.
@@ -165,10 +166,11 @@ class MlflowTracker:
             self.id = run.id
             client.update_run(self.id, status="RUNNING")
             return
-        experiment = client.get_experiment_by_name(run.project)
-        number = experiment.experiment_id if experiment else client.create_experiment(run.project)
+        experiment = client.get_experiment_by_name(run.spec.project)
+        number = experiment.experiment_id if experiment else client.create_experiment(run.spec.project)
         self.id = str(client.create_run(number, run_name=run.name).info.run_id)
-        params = [Param(key, text[:500]) for key, text in flatten(run.config) if text]
+        values = ((dotted(path), str(value)) for path, value in walk_values(run.config))
+        params = [Param(key, text[:500]) for key, text in values if text]
         for at in range(0, len(params), 100):
             client.log_batch(self.id, params=params[at : at + 100])
 
@@ -220,44 +222,21 @@ def require_trackers(spec: TrackersSpec) -> None:
         )
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the leaves of a tree of settings as dotted names and texts."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
-
-
-# Groups of the record's metrics, as users of trackers expect: `train/reward_mean`, `time/seconds_step`.
-TRAIN, ROLLOUTS, TIME, SYSTEM = "train", "rollouts", "time", "system"
-GROUPS: tuple[tuple[str, str], ...] = (
-    (TIME, r"seconds_\w+|\w+_per_s|loop_(lag_s|late_frac)"),
-    (SYSTEM, r"(peak_)?memory_bytes"),
-    # Sampling.
-    (ROLLOUTS, r"(truncated|timed_out|failed|prompt_too_long|format_ok|refilled)_frac(_.+)?"),
-    (ROLLOUTS, r"(duplicate|common_reply|distinct_reply|runaway|prefix_break|wasted_token)_frac"),
-    (ROLLOUTS, r"reply_tokens_mean(_.+)?|used_length_ratio|prompt_dependence|judge_\w+"),
-    (ROLLOUTS, r"staleness_(mean|max)|num_groups_ahead|num_\w+_groups"),
-    # Learning, and the change of the policy.
-    (TRAIN, r"reward_(mean|part)(_.+)?|accuracy(_.+)?|unearned_reward_mean|zero_variance_frac"),
-    (TRAIN, r"(loss|grad_norm)(_.+)?|lr|grad_cosine|update_ratio|(master_)?changed_frac"),
-    (TRAIN, r"(policy_)?entropy_nats|\w+_kl_nats|(drift|offpolicy|mismatch)_\w+_nats"),
-    (TRAIN, r"ratio_p\d\d|clip_(low|high)_frac|correction_\w+|effective_sample_frac"),
-    (TRAIN, r"pair_\w+|num_(pairs|pair_tokens|sft_rows|sft_tokens)"),
-    (TRAIN, r"num_(scored_tokens|signal_tokens|forwarded|positions|optimizer_steps)"),
-    (TRAIN, r"num_refused_steps|policy_version"),
-)
-"""Group and pattern of the whole name; the first match counts. Other metrics are in `train`."""
-_PATTERNS = [(group, re.compile(pattern)) for group, pattern in GROUPS]
+# Groups of the record's metrics, as users of trackers expect: `time/seconds_step`; all others are in `train`.
+ROLLOUTS = "rollouts"
+_GROUPS = {
+    "time": re.compile(r"seconds_\w+|\w+_per_s|loop_(lag_s|late_frac)"),
+    "system": re.compile(r"(peak_)?memory_bytes"),
+    ROLLOUTS: re.compile(
+        r"(truncated|timed_out|failed|prompt_too_long|format_ok|refilled)_frac.*|reply_tokens_mean.*|judge_\w+"
+        r"|(duplicate|common_reply|distinct_reply|runaway|prefix_break|wasted_token)_frac|used_length_ratio"
+        r"|prompt_dependence|staleness_\w+|num_groups_ahead|num_\w+_groups"
+    ),
+}
 _ODD = re.compile(r"[^A-Za-z0-9_./ -]")
-
-
-def group_of(name: str) -> str | None:
-    """Return the group of a metric of the record; None for a metric that strop does not measure."""
-    return next((group for group, pattern in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def name_metric(name: str) -> str:
     """Return the name of a metric in trackers. Characters that one of them refuses become '_'."""
-    return f"{group_of(name) or TRAIN}/{_ODD.sub('_', name)}"
+    group = next((group for group, pattern in _GROUPS.items() if pattern.fullmatch(name)), "train")
+    return f"{group}/{_ODD.sub('_', name)}"

@@ -11,7 +11,6 @@ import json
 import os
 import threading
 import time
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from strop.record.fence import GRACE_VARIABLE
 from strop.record.files import DirectoryRecord
 from strop.rollout import Rollout
 from strop.spec import TrackersSpec
-from strop.store.policy import is_offline
 from strop.train.observer import EvalSummary, Observer
 from strop.view import trackers
 from strop.view.live import LiveRun
@@ -75,17 +73,17 @@ class Sender(threading.Thread):
         """Metrics of a step, an evaluation, an event, or the word with which the run ended."""
         self.sent = read_sent(sent_path(run.path, name))
         self._run_dir, self._first_step, self._spec = run, first_step, spec
+        self._record = LiveRun(key=name, record=DirectoryRecord(run.path))
 
     def run(self) -> None:
         """Start the tracker, send what it lacks and what comes, and finish."""
         try:
             tracker = self._start()
-            earlier = LiveRun(key="", record=DirectoryRecord(self._run_dir.path))
-            earlier.read_metrics()
-            for line in earlier.metrics:
+            self._record.read_metrics()
+            for line in self._record.metrics:
                 if line["step"] <= self._first_step:
                     self._send_step(tracker, line)
-            for result in earlier.read_results():
+            for result in self._record.read_results():
                 if result.step <= self._first_step and result.greedy.accuracy is not None:
                     self._send_eval(tracker, summarize(result, result.greedy.accuracy))
             while not isinstance(news := self.news.get(), str):
@@ -106,23 +104,18 @@ class Sender(threading.Thread):
         folder.mkdir(parents=True, exist_ok=True)
         facts = self._run_dir.state.facts
         shown = {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
-        settings = tomllib.loads(self._run_dir.spec_path.read_text(encoding="utf-8"))
         adapter, _ = trackers.KINDS[self.tracker_name]
         if not adapter.keeps_later:
-            self.sent = replace(
-                self.sent,
-                step=min(self.sent.step, self._first_step),
-                eval_step=min(self.sent.eval_step, self._first_step),
-            )
+            first = self._first_step
+            sent = self.sent
+            self.sent = replace(sent, step=min(sent.step, first), eval_step=min(sent.eval_step, first))
         tracker = adapter(
             TrackedRun(
                 name=self._run_dir.path.name,
-                project=self._spec.project,
+                spec=self._spec,
                 folder=folder,
-                config={**settings, "facts": shown},
+                config={**self._record.read_spec(), "facts": shown},
                 first_step=self._first_step,
-                is_offline=self._spec.offline or is_offline(),
-                finish_limit_s=self._spec.finish_limit_s,
                 id=self.sent.id,
             )
         )
@@ -135,7 +128,7 @@ class Sender(threading.Thread):
             return
         every = self._spec.rollouts_every
         if every and (step == 1 or step % every == 0):
-            run = LiveRun(key="", record=DirectoryRecord(self._run_dir.path))
+            run = self._record
             rows = run.choose_rows(step) if step in run.rollout_steps() else []
             if rows:
                 rollouts = (run.read_row(step, row["key"]).rollout for row in rows)
