@@ -54,28 +54,6 @@ class Screen(io.StringIO):
                 position += 1
         return len(text)
 
-    def resize(self, width: int) -> None:
-        """Wrap all rows anew, as most terminals do."""
-        lines: list[list[str]] = []
-        here = (0, 0)
-        for number, row in enumerate(self.rows):
-            if not row.is_continued:
-                lines.append([])
-            if number == self.row:
-                here = (len(lines) - 1, len(lines[-1]) + self.column)
-            lines[-1] += row.cells
-        self.width, self.rows = width, []
-        for number, cells in enumerate(lines):
-            while cells and cells[-1] == " ":
-                cells.pop()
-            starts = range(0, max(len(cells), 1), width)
-            if number == here[0]:
-                self.row, self.column = (
-                    len(self.rows) + min(here[1] // width, len(starts) - 1),
-                    here[1] % width,
-                )
-            self.rows += [Row(cells[start : start + width], start > 0) for start in starts]
-
     def show(self) -> list[str]:
         """Return the rows that hold something."""
         return [row.text for row in self.rows if row.text]

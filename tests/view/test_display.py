@@ -14,7 +14,7 @@ from rich.console import Console
 from strop.record import Event, EventKind
 from strop.train import EvalSummary, Observer
 from strop.view import PlainProgress, TerminalObserver, make_harmless, open_progress
-from strop.view.display import ASCII_LEVELS, Frame, RichProgress
+from strop.view.display import Frame, RichProgress
 from strop.view.terminal import StepLines, describe_duration
 from tests.view.screen import Screen
 
@@ -32,23 +32,17 @@ def metrics(step: int) -> dict[str, float]:
 
 
 class Watched:
-    """A run on a terminal whose clock stands still, of a width that can be changed."""
+    """A run on a terminal whose clock stands still."""
 
-    def __init__(self, width: int = 100, *, encoding: str = "utf-8", num_steps: int = 40) -> None:
-        self.screen = Screen(width, encoding=encoding)
+    def __init__(self, width: int = 100, *, num_steps: int = 40) -> None:
+        self.screen = Screen(width)
         self.console = Console(file=self.screen, width=width, height=24, force_terminal=True)
         self.clock = 0.0
         self.progress = RichProgress(self.console, now=lambda: self.clock)
         self.progress.begin("demo", num_steps=num_steps)
 
-    def resize(self, width: int) -> None:
-        self.screen.resize(width)
-        self.console.width = width
-
     def show(self) -> list[str]:
-        region = self.progress._region
-        if region is not None:
-            region.refresh()
+        self.progress.refresh()
         return self.screen.show()
 
 
@@ -125,29 +119,6 @@ def test_a_run_is_drawn_in_place_and_notes_stand_above(watched: Watched) -> None
     ]
 
 
-def test_a_terminal_that_is_resized_holds_no_rest_of_an_earlier_drawing(watched: Watched) -> None:
-    for step in range(1, 31):
-        watched.progress.step(step, metrics(step))
-    watched.progress.note("a note")
-    for number, width in enumerate((60, 41, 150, 40, 100), start=31):
-        watched.resize(width)
-        watched.progress.step(number, metrics(number))
-        shown = watched.show()
-        assert all(len(row) < width for row in shown)
-        for begin in ("demo: 40 steps", "  a note", f"step {number}/40", "accuracy", "reward", "left"):
-            assert sum(row.startswith(begin) for row in shown) == 1, shown
-        assert len(shown) == 6
-
-
-def test_an_encoding_without_blocks_gets_signs_of_ascii() -> None:
-    watched = Watched(encoding="ascii")
-    for step in range(1, 9):
-        watched.progress.step(step, metrics(step))
-    shown = watched.show()
-    assert shown[1].startswith("step 8/40  ####--------------------  20%")
-    assert f"  {ASCII_LEVELS}  " in shown[2]
-
-
 def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, watched: Watched) -> None:
     watched.progress.note("an alarm", is_alarm=True)
     assert watched.screen.has_colour
@@ -186,17 +157,17 @@ def test_hostile_text_stays_text_and_on_its_line(hostile: str) -> None:
 
 def test_a_run_whose_rewards_are_missing_shows_what_it_has() -> None:
     frame = Frame("demo", num_steps=3, step=0, now=lambda: 0.0)
-    assert frame.describe(100, has_blocks=True) == [
+    assert frame.describe(100) == [
         "step 0/3  ░░░░░░░░░░░░░░░░░░░░░░░░  0%  demo",
         "starting for 0.0 s",
     ]
     frame.add_step(1, {"num_sft_tokens": 16.0, "loss": 1.25, "seconds_step": 2.0})
     frame.add_step(2, {"num_sft_tokens": 16.0, "loss": 0.25, "seconds_step": 4.0})
-    assert frame.describe(100, has_blocks=True)[1] == "loss 0.2500  █▁  0.2500 to 1.2500 in 2 steps"
+    assert frame.describe(100)[1] == "loss 0.2500  █▁  0.2500 to 1.2500 in 2 steps"
     frame = Frame("demo", num_steps=3, step=0, now=lambda: 0.0)
     for step, accuracy in ((1, 0.5), (2, None), (3, 0.5)):
         frame.add_step(step, {} if accuracy is None else {"accuracy": accuracy})
-    assert frame.describe(100, has_blocks=True)[1] == "accuracy 50.0%  ▄ ▄  50.0% to 50.0% in 3 steps"
+    assert frame.describe(100)[1] == "accuracy 50.0%  ▄ ▄  50.0% to 50.0% in 3 steps"
 
 
 METRICS = {

@@ -22,11 +22,7 @@ from strop.record.run_dir import find_resumable
 from strop.spec import TrackersSpec, load_spec
 from strop.spec.output import TRACKERS
 from strop.train.observer import EvalSummary
-from strop.view.trackers import (
-    group_of,
-    name_metric,
-    require_trackers,
-)
+from strop.view.trackers import name_metric, require_trackers
 from strop.view.tracking import (
     MAX_TEXT_CHARS,
     Sent,
@@ -235,7 +231,6 @@ def test_metrics_are_named_as_users_of_trackers_expect() -> None:
     assert name_metric("seconds_step") == "time/seconds_step"
     assert name_metric("peak_memory_bytes") == "system/peak_memory_bytes"
     assert name_metric("reply_tokens_mean") == "rollouts/reply_tokens_mean"
-    assert group_of("of_my_own") is None
     assert name_metric("of_my_own") == "train/of_my_own"
     # A part of a mixture may be called anything; MLflow takes few signs.
     assert name_metric("accuracy_a:b\n") == "train/accuracy_a_b_"

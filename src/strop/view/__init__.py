@@ -1,13 +1,12 @@
 """Views of a run: progress on the terminal, the page in a browser, the report, SQL and trackers.
 
-`open_progress` picks the `Progress` for a stream, plain lines or the live lines of `strop.view.display`;
+`open_progress` picks the display for a stream, plain lines or the live lines of `strop.view.display`;
 `TerminalObserver` shows a run on it. `make_harmless` removes escape codes from text that a model wrote.
 Not here: recording (record), judging (evaluate), and any decision about the run.
 """
 
 from strop.view.terminal import (
     PlainProgress,
-    Progress,
     TerminalObserver,
     make_harmless,
     open_progress,
@@ -15,7 +14,6 @@ from strop.view.terminal import (
 
 __all__ = [
     "PlainProgress",
-    "Progress",
     "TerminalObserver",
     "make_harmless",
     "open_progress",

@@ -1,8 +1,7 @@
 """A run on a terminal: a few live lines at the bottom, with notes above them.
 
-The lines are cut to the terminal's width at each drawing, so that none ever wraps. A terminal that becomes
-narrower wraps the lines drawn before; the next drawing erases all the resulting rows.
-No information is shown by colour alone.
+The lines are cut to the terminal's width at each drawing, so that none ever wraps. No information is shown by
+colour alone.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
-from rich.control import Control
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.segment import ControlType
 from rich.text import Text
 
 from strop.view.terminal import (
@@ -28,11 +25,11 @@ from strop.view.terminal import (
 )
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-ASCII_LEVELS = "_.-=+*%#"
-"""Levels for a terminal whose encoding has no blocks, from the lowest to the highest."""
 _MOST_STEPS = 240
 """Steps that a curve keeps; no terminal is wider."""
 _BAR_CELLS = 24
+_SCALE_CELLS = 36
+"""Room for a curve's scale behind it, where the curve keeps 20 cells."""
 _CURVES = (
     ("accuracy", "accuracy", "{:.1%}"),
     ("reward_mean", "reward", "{:.3f}"),
@@ -43,16 +40,16 @@ _CURVES = (
 _GAP = "  "
 
 
-def draw_curve(values: Sequence[float | None], *, levels: str = BLOCKS) -> str:
+def draw_curve(values: Sequence[float | None]) -> str:
     """Return a character for each value, scaled from the lowest to the highest; a space for None."""
     numbers = [value for value in values if value is not None]
     low, high = min(numbers, default=0.0), max(numbers, default=0.0)
-    top = len(levels) - 1
+    top = len(BLOCKS) - 1
 
     def draw(value: float | None) -> str:
         if value is None:
             return " "
-        return levels[round((value - low) / (high - low) * top) if high > low else top // 2]
+        return BLOCKS[round((value - low) / (high - low) * top) if high > low else top // 2]
 
     return "".join(map(draw, values))
 
@@ -90,8 +87,6 @@ class Frame:
         self._stage, self._stage_at = "starting", now()
         self._is_over = False
         self._num_alarms, self._alarm = 0, ""
-        self.drawn: tuple[int, ...] = ()
-        """Width in cells of each line at the last drawing."""
 
     def set_stage(self, text: str) -> None:
         """Set the current activity."""
@@ -112,13 +107,12 @@ class Frame:
         """Hide the current activity and the time left: the run has ended."""
         self._is_over = True
 
-    def describe(self, width: int, *, has_blocks: bool) -> list[str]:
+    def describe(self, width: int) -> list[str]:
         """Return the lines, none wider than `width` cells."""
-        lines, hidden = [self._describe_progress(width, has_blocks=has_blocks)], {"step", "left"}
+        lines, hidden = [self._describe_progress(width)], {"step", "left"}
         for metric, label, form in _CURVES:
             if any(value is not None for value in self._curves[metric]):
-                levels = BLOCKS if has_blocks else ASCII_LEVELS
-                lines.append(self._draw(metric, label, form, width=width, levels=levels))
+                lines.append(_describe_curve(list(self._curves[metric]), label, form, width))
                 hidden.add(label)
                 break
         shown = [f"{label} {value}" for label, value in self._columns if label not in hidden]
@@ -136,68 +130,40 @@ class Frame:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the lines."""
         # A full last column makes some terminals wrap.
-        lines = self.describe(max(options.max_width - 1, 1), has_blocks=_has_blocks(console.encoding))
-        lines = lines[: max(options.size.height - 1, 1)]
-        self.drawn = tuple(map(cell_len, lines))
-        styles = chain(["bold"], repeat(""))
-        for line, style in zip(lines, styles, strict=False):
+        lines = self.describe(max(options.max_width - 1, 1))[: max(options.size.height - 1, 1)]
+        for line, style in zip(lines, chain(["bold"], repeat("")), strict=False):
             yield Text(line, style="bold red" if line.startswith("! ") else style, no_wrap=True)
 
-    def _describe_progress(self, width: int, *, has_blocks: bool) -> str:
+    def _describe_progress(self, width: int) -> str:
         share = self._step / self._num_steps if self._num_steps else 1.0
         cells = min(_BAR_CELLS, width // 3)
         full = min(int(share * cells), cells)
-        done, left = ("█", "░") if has_blocks else ("#", "-")
         count = f"step {self._step}/{self._num_steps}"
-        line = fit([count, done * full + left * (cells - full), f"{share:.0%}"], width)
+        line = fit([count, "█" * full + "░" * (cells - full), f"{share:.0%}"], width)
         room = width - cell_len(line) - len(_GAP)
         return line + _GAP + cut(self._name, room) if room >= 12 else line
 
-    def _draw(self, metric: str, label: str, form: str, *, width: int, levels: str) -> str:
-        values = list(self._curves[metric])
-        numbers = [value for value in values if value is not None]
-        lead = f"{label} {form.format(numbers[-1])}"
-        scale = f"{form.format(min(numbers))} to {form.format(max(numbers))} in {len(values)} steps"
-        # Without the scale if both do not fit: a very short curve would be useless.
-        room = width - cell_len(lead) - len(_GAP)
-        if room - cell_len(scale) - len(_GAP) >= min(len(values), 20):
-            room -= cell_len(scale) + len(_GAP)
-        else:
-            scale = ""
-        shown = values[-room:] if room > 0 else []
-        if scale and len(shown) < len(values):
-            numbers = [value for value in shown if value is not None] or numbers
-            scale = f"{form.format(min(numbers))} to {form.format(max(numbers))} in {len(shown)} steps"
-        return fit([lead, draw_curve(shown, levels=levels), scale], width)
 
-
-class _Region(Live):
-    """`rich.live.Live` that erases the rows of lines wrapped by a narrower terminal."""
-
-    def __init__(self, frame: Frame, console: Console) -> None:
-        # Once a second, for the clock of the current activity.
-        super().__init__(frame, console=console, refresh_per_second=1.0, vertical_overflow="crop")
-        self.frame = frame
-
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Put the printed output above the lines, and draw them again below it."""
-        drawn = self.frame.drawn
-        placed = super().process_renderables(renderables)
-        if drawn and self.console.is_interactive:
-            width = max(self.console.width, 1)
-            rows = sum(max(-(-cells // width), 1) for cells in drawn)
-            up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2))
-            placed[0] = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up * (rows - 1))
-        return placed
+def _describe_curve(values: list[float | None], label: str, form: str, width: int) -> str:
+    """Return the last value, the curve of as many values as there is room for, and their scale."""
+    last = next(value for value in reversed(values) if value is not None)
+    lead = f"{label} {form.format(last)}"
+    room = width - cell_len(lead) - len(_GAP)
+    has_scale = room >= 20 + _SCALE_CELLS
+    shown = values[-max(room - _SCALE_CELLS * has_scale, 1) :]
+    numbers = [value for value in shown if value is not None] or [last]
+    scale = f"{form.format(min(numbers))} to {form.format(max(numbers))} in {len(shown)} steps"
+    return fit([lead, draw_curve(shown), scale if has_scale else ""], width)
 
 
 class RichProgress:
-    """`Progress` on a terminal: notes as lines, with the live lines below them."""
+    """A run on a terminal, as `PlainProgress`: notes as lines, with the live lines below them."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._now = now
-        self._region: _Region | None = None
+        self._frame: Frame | None = None
+        self._live: Live | None = None
 
     def begin(
         self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
@@ -205,49 +171,47 @@ class RichProgress:
         """Print the first line, and show new live lines."""
         self._stop()
         self._print(describe_begin(name, num_steps, first_step), "bold")
-        frame = Frame(to_one_line(name), num_steps=num_steps, step=first_step, now=self._now)
+        self._frame = Frame(to_one_line(name), num_steps=num_steps, step=first_step, now=self._now)
         for metrics in earlier:
-            frame.add_step(int(metrics["step"]), metrics)
-        self._region = _Region(frame, self._console)
-        self._region.start(refresh=True)
+            self._frame.add_step(int(metrics["step"]), metrics)
+        # Once a second, for the clock of the current activity.
+        self._live = Live(self._frame, console=self._console, refresh_per_second=1.0)
+        self._live.start(refresh=True)
 
     def stage(self, text: str) -> None:
         """Show the current activity and its duration."""
-        if self._region is not None:
-            self._region.frame.set_stage(to_one_line(text))
+        if self._frame is not None:
+            self._frame.set_stage(to_one_line(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a completed step in the live lines."""
-        if self._region is not None:
-            self._region.frame.add_step(step, metrics)
-            self._region.refresh()
+        """Show a completed step in the live lines; a missing metric is shown as '-'."""
+        if self._frame is not None:
+            self._frame.add_step(step, metrics)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Draw the live lines anew."""
+        if self._live is not None:
+            self._live.refresh()
 
     def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
         """Print the note above the live lines; an alarm stays visible in them."""
         line = to_one_line(text)
-        if is_alarm and self._region is not None:
-            self._region.frame.add_alarm(line)
+        if is_alarm and self._frame is not None:
+            self._frame.add_alarm(line)
         self._print(f"! {line}" if is_alarm else f"  {line}", "bold red" if is_alarm else "")
 
     def end(self, text: str) -> None:
         """Freeze the live lines, and print the run's end."""
-        if self._region is not None:
-            self._region.frame.finish()
+        if self._frame is not None:
+            self._frame.finish()
         self._stop()
         self._print(make_harmless(text), "bold")
 
     def _stop(self) -> None:
-        if self._region is not None:
-            self._region.stop()
-            self._region = None
+        if self._live is not None:
+            self._live.stop()
+        self._live = self._frame = None
 
     def _print(self, line: str, style: str) -> None:
         self._console.print(Text(line, style=style), soft_wrap=True)
-
-
-def _has_blocks(encoding: str) -> bool:
-    try:
-        (BLOCKS + "░").encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

@@ -9,12 +9,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
 from strop.record import Event, EventKind, MetricsLog
 from strop.train import EvalSummary
+
+if TYPE_CHECKING:
+    from strop.view.display import RichProgress
 
 # Model text can hold terminal escape codes that move the cursor, rename the window or hide lines, and
 # direction marks that make a line read other than it is. Each such character becomes a visible one.
@@ -55,9 +58,9 @@ _QUIET_KINDS = frozenset({EventKind.EVALUATION, EventKind.STOP, EventKind.CHECKP
 
 
 class TerminalObserver:
-    """Shows a run on one `Progress` or several. An `Observer` of `strop.train`."""
+    """Shows a run on one display or several. An `Observer` of `strop.train`."""
 
-    def __init__(self, *progresses: Progress) -> None:
+    def __init__(self, *progresses: PlainProgress | RichProgress) -> None:
         self._progresses = progresses
         self._num_steps = 0
 
@@ -126,32 +129,6 @@ STEPS_FOR_ESTIMATE = 10
 ABSENT = "-"
 MAX_NOTE_CHARACTERS = 2000
 """Longest note that is shown; the run's events keep twice as much."""
-
-
-class Progress(Protocol):
-    """A display of a running training. All calls come from one thread."""
-
-    def begin(
-        self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
-    ) -> None:
-        """Show that a run starts, or resumes after `first_step` steps; `earlier`: their metrics."""
-        ...
-
-    def stage(self, text: str) -> None:
-        """Show the current activity, for example 'generating 12 of 64'. Only a terminal shows it."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a completed step, counted from 1. A missing metric is shown as '-'."""
-        ...
-
-    def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
-        """Show a note or an alarm as a line; a log also gets the traceback."""
-        ...
-
-    def end(self, text: str) -> None:
-        """Show the run's end and stop the display. May come without `begin`."""
-        ...
 
 
 def describe_usd(amount: float) -> str:
@@ -236,7 +213,7 @@ def describe_begin(name: str, num_steps: int, first_step: int) -> str:
 
 
 class PlainProgress:
-    """Plain lines, for logs and pipes."""
+    """A run as plain lines, for logs and pipes. All calls come from one thread."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -245,7 +222,7 @@ class PlainProgress:
     def begin(
         self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Print the first line."""
+        """Print that a run starts, or resumes after `first_step` steps; `earlier`: their metrics."""
         self._lines = StepLines(num_steps)
         for metrics in earlier:
             self._lines.columns(int(metrics["step"]), metrics)
@@ -255,7 +232,7 @@ class PlainProgress:
         """Print nothing: a log would hold thousands of these."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the step's line."""
+        """Print the line of a completed step, counted from 1; a missing metric is '-'."""
         self._print("  ".join(f"{label} {value}" for label, value in self._lines.columns(step, metrics)))
 
     def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
@@ -265,7 +242,7 @@ class PlainProgress:
             self._print(make_harmless(trace))
 
     def end(self, text: str) -> None:
-        """Print the run's end."""
+        """Print the run's end. May come without `begin`."""
         self._print(make_harmless(text))
 
     def _print(self, line: str) -> None:
@@ -282,14 +259,15 @@ def to_one_line(text: str) -> str:
     return f"{shown} ... {more} characters more" if more > 0 else shown
 
 
-def open_progress(stream: TextIO | None = None) -> Progress:
-    """Return the `Progress` for a stream; standard error by default.
+def open_progress(stream: TextIO | None = None) -> PlainProgress | RichProgress:
+    """Return the display for a stream; standard error by default.
 
     Standard output is for results, so that `strop ... --json` can be piped. Only a terminal is redrawn: not a
     file that is to have colours (FORCE_COLOR), and not a notebook's cell, which has a terminal of its own.
     """
     console = Console(file=stream or sys.stderr, highlight=False)
-    is_screen = console.file.isatty() and "JPY_PARENT_PID" not in os.environ
+    # Curves are drawn with characters that only Unicode has.
+    is_screen = console.file.isatty() and "JPY_PARENT_PID" not in os.environ and "utf" in console.encoding
     if is_screen and console.is_terminal and not console.is_dumb_terminal:
         # Imported here: a log and a pipe do not need it.
         from strop.view.display import RichProgress
