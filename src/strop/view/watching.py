@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,49 +68,34 @@ class Watcher:
     def __init__(self, run: LiveRun, observer: TerminalObserver) -> None:
         self._run, self._observer = run, observer
         self._metrics, self._events = (LineFollower(run.record, name) for name in (METRICS, EVENTS))
-        self._steps: list[dict[str, Any]] = []
         self._shown_events: set[str] = set()
-        self._num_steps = 0
-        self._is_begun = False
         self._evals: set[tuple[str, int]] = set()
+        self._num_steps = 0
 
     def look(self) -> None:
         """Show the news.
 
         Raises: StoreError if the place does not answer; CorruptRecord for a damaged log.
         """
-        is_first = not self._is_begun
+        is_first = not self._num_steps
         if is_first:
-            spec = self._run.record.read("spec.toml")
-            if spec is None:
+            spec = self._run.read_spec()
+            if not spec:
                 return
-            self._num_steps = int(tomllib.loads(spec.decode())["train"]["steps"])
-        self._take_steps(*self._metrics.read_records(), is_first=is_first)
-        self._is_begun = True
-        self._take_events(self._events.read_records()[1], is_first=is_first)
-        self._take_evals(is_first=is_first)
-
-    def _take_steps(self, is_restarted: bool, lines: list[dict[str, Any]], *, is_first: bool) -> None:
-        kept = len(self._steps)
-        if is_restarted:
-            pairs = zip(self._steps, lines, strict=False)
-            same = min(kept, len(lines))
-            kept = next((number for number, (old, new) in enumerate(pairs) if old != new), same)
-            # Later evaluations are repeated, and must be read again.
-            self._evals = {key for key in self._evals if key[1] <= kept}
-            self._run = LiveRun(key=self._run.key, record=self._run.record)
-        elif is_first:
-            kept = len(lines)
+            self._num_steps = int(spec["train"]["steps"])
+        is_restarted, lines = self._metrics.read_records()
         if is_first or is_restarted:
-            # As for a resumed run: the earlier steps are in its curve.
-            first = int(lines[kept - 1]["step"]) if kept else 0
+            # As for a resumed run: the earlier steps are in its curve. Evaluations behind them are repeated.
+            step = int(lines[-1]["step"]) if lines else 0
+            self._evals = {key for key in self._evals if key[1] <= step}
             self._observer.on_start(
-                run=self._run.key, first_step=first, num_steps=self._num_steps, earlier=lines[:kept]
+                run=self._run.key, first_step=step, num_steps=self._num_steps, earlier=lines
             )
-            self._steps, lines = lines[:kept], lines[kept:]
+            lines = []
         for line in lines:
             self._observer.on_step(line)
-        self._steps += lines
+        self._take_events(self._events.read_records()[1], is_first=is_first)
+        self._take_evals(is_first=is_first)
 
     def _take_events(self, lines: Sequence[dict[str, Any]], *, is_first: bool) -> None:
         new = [line for line in lines if json.dumps(line) not in self._shown_events]
