@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -19,7 +18,6 @@ from strop.record.files import DirectoryRecord, StoreRecord
 from strop.record.prediction import write_prediction
 from strop.record.rollouts import write_rollouts
 from strop.store.local_objects import LocalObjects
-from strop.view.alarms import EXPLANATIONS, count_alarms
 from strop.view.live import LiveRun
 from strop.view.report import write_comparison, write_report, write_report_of
 from strop.view.terminal import describe_usd
@@ -82,7 +80,7 @@ def test_the_report_has_the_curves_and_a_few_rollouts(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     path, name = write_report(run.path), run.path.name
     live = LiveRun(key=name, record=DirectoryRecord(run.path))
-    assert base64.b64decode(answer(path, "metrics", name)) == live.pack_metrics()
+    assert answer(path, "metrics", name) == live.list_metrics()
     assert told(run)["rollout_steps"] == [1, 40]
     for step in (1, 40):
         rows = answer(path, "rollouts", name, step, "step")["rows"]
@@ -174,7 +172,6 @@ def test_alarms_are_counted_by_cause_and_explained(tmp_path: Path) -> None:
         "zero_variance",
         *(3, 12, 30),
     )
-    assert alarm["explanation"] == EXPLANATIONS["zero_variance"]
     assert [event["cause"] for event in shown["log"]] == ["resumed"]
 
 
@@ -222,22 +219,14 @@ def test_eva_6_a_plot_that_does_not_show_the_whole_run_says_so(tmp_path: Path) -
     assert re.findall(r"\d+", told(whole)["plot_range"]) == ["1", "10", "40"]
 
 
-def test_an_alarm_of_another_kind_is_explained(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    run.events.append(Event(kind=EventKind.TRIPWIRE, step=13, cause="of a later version", detail="x"))
-    run.events.append(Event(kind=EventKind.ROLLOUT_LOST, step=13, cause="TypeError", detail="y"))
-    counted = {alarm.cause: alarm for alarm in count_alarms(run.events.read())}
-    assert counted["TypeError"].explanation
-    assert counted["of a later version"].explanation == ""
-
-
 def test_every_alarm_of_the_page_about_them_is_explained() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "alarms.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    explained = (root / "src" / "strop" / "view" / "page" / "alarms.js").read_text(encoding="utf-8")
     # It has a page of its own, with the engines.
-    assert named | {"weight_canary"} == set(EXPLANATIONS)
-    assert all(text.endswith(".") for text in EXPLANATIONS.values())
+    assert named | {"weight_canary"} == set(re.findall(r"^  (\w+): ", explained, re.MULTILINE))
 
 
 def test_gate_and_audit_are_in_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strop.errors import StropError
-from strop.record import EventKind, RunState
+from strop.record import Event, EventKind, RunState
 from strop.record.prediction import Prediction, compare_prediction
 from strop.rollout import ToolCall
 from strop.tasks.tool_calls import read_any
 from strop.view.live import EVALUATION, NOTES, TRAINING, LiveRun
-from strop.view.terminal import describe_duration, describe_usd
+from strop.view.terminal import ALARM_KINDS, describe_duration, describe_usd
 
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Interval
@@ -59,8 +60,6 @@ def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
 
 def describe_run(live: LiveRun) -> dict[str, Any]:
     """Return everything about a run except its curves and its rollouts."""
-    from strop.view.alarms import count_alarms
-
     events, events_offset = live.read_events()
     live.read_metrics()
     state, spec, evals, predicted = live.read_state(), live.read_spec(), live.read_evals(), live.read_plan()
@@ -76,7 +75,7 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         "wanted_steps": spec.get("train", {}).get("steps"),
         "evals": [_describe_eval(result) for result in evals],
         "change": None if (change := _compare_ends(evals)) is None else asdict(change),
-        "alarms": [asdict(alarm) for alarm in count_alarms(events)],
+        "alarms": count_alarms(events),
         "gate": [asdict(event) for event in events if event.kind is EventKind.GATE],
         "log": [asdict(event) for event in events if event.kind in _NOTED_KINDS],
         "compared": [] if predicted is None else compare_with_plan(predicted, live.metrics),
@@ -90,6 +89,29 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         # Read first: events between this and the rest are sent twice, and never missed.
         "events_offset": events_offset,
     }
+
+
+def count_alarms(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Count alarms by cause, in order of first appearance.
+
+    The log thins out repeated alarms; the last entry's `occurrence` is the count within one process, so the
+    count over several processes is a lower bound.
+    """
+    by_cause: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind in ALARM_KINDS:
+            by_cause[event.kind.value, event.cause].append(event)
+    return [
+        {
+            "kind": kind,
+            "cause": cause,
+            "num_times": max(len(group), *(event.occurrence for event in group)),
+            "first_step": group[0].step,
+            "last_step": group[-1].step,
+            "detail": group[-1].detail,
+        }
+        for (kind, cause), group in by_cause.items()
+    ]
 
 
 def _compare_ends(evals: Sequence[EvalResult]) -> Interval | None:

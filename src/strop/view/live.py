@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 import time
 import tomllib
 from collections import defaultdict
@@ -17,8 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.io import write_bytes_atomically
@@ -98,22 +95,12 @@ class LiveRun:
                 self.metrics = [*([] if is_restarted else self.metrics), *lines]
             return self._metrics_log.offset
 
-    def pack_metrics(self) -> bytes:
-        """Return all metrics as columns: length of a header, the header as JSON, float32 by name and step.
-
-        The header is padded, so that the numbers begin at a multiple of four bytes. NaN stands for absent.
-        """
+    def list_metrics(self) -> dict[str, Any]:
+        """Return all metrics as columns by name, None for what a step did not measure, and their offset."""
         with self._lock:
             offset, lines = self.read_metrics(), self.metrics
-        names = list(dict.fromkeys(name for line in lines for name in line))
-        columns = np.full((len(names), len(lines)), np.nan, dtype="<f4")
-        place = {name: index for index, name in enumerate(names)}
-        for index, line in enumerate(lines):
-            for name, value in line.items():
-                columns[place[name], index] = value
-        head = json.dumps({"names": names, "num_steps": len(lines), "offset": offset}).encode()
-        head += b" " * (-len(head) % 4)
-        return struct.pack("<I", len(head)) + head + columns.tobytes()
+        names = dict.fromkeys(name for line in lines for name in line)
+        return {"offset": offset, "columns": {name: [line.get(name) for line in lines] for name in names}}
 
     def read_events(self) -> tuple[list[Event], int]:
         """Return the events of the run, and the offset behind them in the log. Raises: CorruptRecord."""

@@ -7,7 +7,6 @@ text.
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Sequence
@@ -102,7 +101,7 @@ def _answer(run: LiveRun) -> list[tuple[list[Any], Any]]:
     told = {**describe_run(run), "writes_notes": False, "rollout_steps": steps, "reply_steps": []}
     answers: list[tuple[list[Any], Any]] = [
         (["run", key], told),
-        (["metrics", key], base64.b64encode(run.pack_metrics()).decode()),
+        (["metrics", key], run.list_metrics()),
         (["steps", key, TRAINING], {"steps": steps}),
         (["steps", key, EVALUATION], {"steps": []}),
     ]

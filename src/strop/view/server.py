@@ -1,7 +1,7 @@
 """The page: running and finished runs in a browser.
 
 HTML, style and script are files in `page/`, served unchanged: there is no build, and nothing is fetched from
-elsewhere. Metrics are sent as one block of columns, news as server-sent events. Only GET is answered, except
+elsewhere. News are sent as server-sent events. Only GET is answered, except
 for notes if the page may write them. On a loopback address, only requests for this machine's own names are
 answered (against DNS rebinding); on another address, or with STROP_VIEW_TOKEN set, requests need the token.
 """
@@ -187,7 +187,7 @@ class _Routes:
         return _json({})
 
     def metrics(self, request: Request) -> Response:
-        return Response(self._open(request).pack_metrics(), media_type="application/octet-stream")
+        return _json(self._open(request).list_metrics())
 
     def steps(self, request: Request) -> Response:
         return _json({"steps": self._open(request).rollout_steps(_source(request))})

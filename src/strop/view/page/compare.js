@@ -11,8 +11,8 @@ const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [1, 4], [12, 4]];
 export async function compareView(room, { all }) {
   const keys = all.getAll("run");
   if (keys.length < 2) throw new Error("Choose at least two runs in the list of runs.");
-  const [told, ...blocks] = await Promise.all([ask("compare", { run: keys }), ...keys.map((key) => ask("metrics", { run: key }, { binary: true }))]);
-  const metrics = blocks.map((block) => new Metrics(block)), grid = h("div", { class: "charts" });
+  const [told, ...answers] = await Promise.all([ask("compare", { run: keys }), ...keys.map((key) => ask("metrics", { run: key }))]);
+  const metrics = answers.map((columns) => new Metrics(columns)), grid = h("div", { class: "charts" });
   const lasts = told.runs.map((run) => [h("a", { href: link(["run", run.key]) }, visible(run.key)), run.last ? run.last.step : "–", percent(run.last?.accuracy), run.last ? `${percent(run.last.low)} to ${percent(run.last.high)}` : "no evaluation", run.last?.num_examples ?? "–"]);
   const changes = told.changes.map((one) => [one.arm, one.replies, `${signed(one.estimate)} points`, `${signed(one.low)} to ${signed(one.high)}`, `${one.num_gained} / ${one.num_lost} of ${one.num_examples}`, isNumber(one.p_value) ? one.p_value.toPrecision(2) : "–",
     one.over_seeds ? `${signed(one.over_seeds.low)} to ${signed(one.over_seeds.high)}` : "–", one.low > 0 ? "better" : one.high < 0 ? "worse" : "no difference shown"]);

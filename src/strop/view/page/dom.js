@@ -82,24 +82,24 @@ export function unfold(label, make) {
 const content = document.getElementById("kept")?.textContent;
 export const kept = content ? JSON.parse(content) : null;
 
-function recall(path, parameters, binary) {
+function recall(path, parameters) {
   const answer = kept.answers[JSON.stringify([path, ...Object.values(parameters).flat().map(String)])];
   if (answer === undefined) throw new Error("This report does not hold that: `strop view` shows the whole run.");
-  return binary ? Uint8Array.from(atob(answer), (one) => one.charCodeAt(0)).buffer : answer;
+  return answer;
 }
 
-export async function ask(path, parameters = {}, { binary = false, signal } = {}) {
-  if (kept) return recall(path, parameters, binary);
+export async function ask(path, parameters = {}) {
+  if (kept) return recall(path, parameters);
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) for (const one of [value].flat()) query.append(name, one);
-  const answer = await fetch(`api/${path}?${query}`, { signal });
+  const answer = await fetch(`api/${path}?${query}`);
   if (!answer.ok) {
     const told = await answer.text();
     let message = told;
     try { message = JSON.parse(told).error; } catch { /* a plain refusal */ }
     throw new Error(message);
   }
-  return binary ? answer.arrayBuffer() : answer.json();
+  return answer.json();
 }
 
 // Deep links: the place is in the address behind '#', its filters behind '?'.

@@ -1,4 +1,5 @@
 // One run: how it goes, what is wrong, where the time went. It follows the run while it is open.
+import { explain } from "./alarms.js";
 import { Chart, nearest, smooth } from "./charts.js";
 import { ask, duration, h, isNumber, kept, link, percent, prose, short, signed, table, visible } from "./dom.js";
 import { say } from "./main.js";
@@ -8,21 +9,18 @@ import { timeline } from "./timeline.js";
 const STAGES = ["generate", "verify", "learn", "sync", "other"];
 
 export class Metrics {
-  constructor(block) {
-    const view = new DataView(block), size = view.getUint32(0, true);
-    const head = JSON.parse(new TextDecoder().decode(new Uint8Array(block, 4, size)));
-    this.columns = new Map();
-    head.names.forEach((name, i) => this.columns.set(name, Array.from(new Float32Array(block, 4 + size + 4 * i * head.num_steps, head.num_steps))));
-    this.length = head.num_steps;
-    // From here on news are news: where the block ends, whatever else was asked meanwhile.
-    this.offset = head.offset;
+  // From `offset` on news are news: where these columns end, whatever else was asked meanwhile.
+  constructor({ columns, offset }) {
+    this.columns = new Map(Object.entries(columns));
+    this.length = columns.step?.length ?? 0;
+    this.offset = offset;
   }
   get steps() { return this.columns.get("step") ?? []; }
   column(name) { return this.columns.get(name) ?? []; }
   has(name) { return this.columns.has(name); }
   add(line) {
-    for (const name of Object.keys(line)) if (!this.columns.has(name)) this.columns.set(name, Array(this.length).fill(NaN));
-    for (const [name, values] of this.columns) values.push(line[name] ?? NaN);
+    for (const name of Object.keys(line)) if (!this.columns.has(name)) this.columns.set(name, Array(this.length).fill(null));
+    for (const [name, values] of this.columns) values.push(line[name] ?? null);
     this.length += 1;
   }
   clear() { this.columns.clear(); this.length = 0; }
@@ -49,8 +47,8 @@ const POLICY = [
 ];
 
 export async function runView(room, { run: key }) {
-  const [run, block] = await Promise.all([ask("run", { run: key }), ask("metrics", { run: key }, { binary: true })]);
-  const metrics = new Metrics(block);
+  const [run, columns] = await Promise.all([ask("run", { run: key }), ask("metrics", { run: key })]);
+  const metrics = new Metrics(columns);
   let told = run;
   const open = (step, mark) => {
     const steps = told.rollout_steps;
@@ -149,7 +147,7 @@ function showAlarms(place, run, key) {
   const steps = run.rollout_steps, at = (step) => (steps.length ? h("a", { href: link(["run", key, "step", steps[nearest(steps, step)]]) }, `step ${step}`) : `step ${step}`);
   place.replaceChildren(h("h2", { id: "alarms" }, run.alarms.length ? `Alarms (${run.alarms.length})` : "Alarms"), ...(run.alarms.length ? run.alarms.map((alarm) => h("div", { class: "card alarm" },
     h("b", {}, visible(alarm.cause)), " ", h("span", { class: "soft" }, `${alarm.num_times} ${alarm.num_times === 1 ? "time" : "times"}, `, at(alarm.first_step), alarm.last_step !== alarm.first_step ? [" to ", at(alarm.last_step)] : null),
-    alarm.detail ? h("p", {}, visible(alarm.detail)) : null, alarm.explanation ? h("details", { class: "small", "data-name": alarm.cause, open: isOpen.has(alarm.cause) }, h("summary", {}, "what it means, and what to do"), h("p", {}, visible(alarm.explanation))) : null)) : [h("p", { class: "card calm" }, "No alarm was raised.")]));
+    alarm.detail ? h("p", {}, visible(alarm.detail)) : null, explain(alarm) ? h("details", { class: "small", "data-name": alarm.cause, open: isOpen.has(alarm.cause) }, h("summary", {}, "what it means, and what to do"), h("p", {}, explain(alarm))) : null)) : [h("p", { class: "card calm" }, "No alarm was raised.")]));
 }
 
 function showFacts(place, run) {
