@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from dataclasses import dataclass, replace
@@ -223,8 +222,3 @@ def append_step(run: RunDir, step: int, **changed: float) -> None:
 def cut_back(run: RunDir, step: int) -> None:
     """Cut the logs back, as a resume does."""
     MetricsLog(run.path / "metrics.jsonl").truncate_after(step)
-
-
-def read_steps(run: RunDir) -> list[int]:
-    """Return the steps whose numbers are written."""
-    return [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").read_text().splitlines()]

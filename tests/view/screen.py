@@ -1,49 +1,31 @@
-"""What a terminal shows of what is written to it: rows that wrap, and are wrapped anew when it is resized."""
+"""What a terminal shows of what is written to it: rows that wrap."""
 
 from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass, field
 
 from rich.cells import cell_len
 
 _CODE = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])")
 
 
-@dataclass
-class Row:
-    """One row: its cells, an empty one behind each wide character; whether the row above goes on in it."""
-
-    cells: list[str] = field(default_factory=list)
-    is_continued: bool = False
-
-    @property
-    def text(self) -> str:
-        return "".join(self.cells).rstrip()
-
-
 class Screen(io.StringIO):
     """A terminal that is written to as a file, and knows the few codes that a calm display needs."""
 
-    def __init__(self, width: int, *, encoding: str = "utf-8") -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-        self.rows = [Row()]
+        self.rows: list[list[str]] = [[]]
+        """Cells, an empty one behind each wide character."""
         self.row, self.column = 0, 0
         self.is_cursor_hidden = False
         self.has_colour = False
-        self._encoding = encoding
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._encoding
 
     def isatty(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        text.encode(self._encoding)
         position = 0
         while position < len(text):
             if found := _CODE.match(text, position):
@@ -56,17 +38,14 @@ class Screen(io.StringIO):
 
     def show(self) -> list[str]:
         """Return the rows that hold something."""
-        return [row.text for row in self.rows if row.text]
+        return [text for row in self.rows if (text := "".join(row).rstrip())]
 
     def _obey(self, given: str, code: str) -> None:
-        row = self.rows[self.row]
         if code == "A":
             self.row = max(self.row - int(given or 1), 0)
         elif code == "K":
             assert given == "2"
-            row.cells, row.is_continued = [], False
-            if self.row + 1 < len(self.rows):
-                self.rows[self.row + 1].is_continued = False
+            self.rows[self.row] = []
         elif code in "hl":
             assert given == "?25"
             self.is_cursor_hidden = code == "l"
@@ -82,18 +61,17 @@ class Screen(io.StringIO):
         elif character == "\n":
             self.row, self.column = self.row + 1, 0
             if self.row == len(self.rows):
-                self.rows.append(Row())
+                self.rows.append([])
         else:
             assert character >= " ", f"{character!r} reached the terminal"
             row = self.rows[self.row]
-            if not cell_len(character) and self.column and len(row.cells) >= self.column:
-                row.cells[self.column - 1] += character
+            if not cell_len(character) and self.column and len(row) >= self.column:
+                row[self.column - 1] += character
                 return
             cells = [character, *[""] * (cell_len(character) - 1)]
             if self.column + len(cells) > self.width:
                 self._put("\n")
-                self.rows[self.row].is_continued = True
             row = self.rows[self.row]
-            row.cells += [" "] * (self.column - len(row.cells))
-            row.cells[self.column : self.column + len(cells)] = cells
+            row += [" "] * (self.column - len(row))
+            row[self.column : self.column + len(cells)] = cells
             self.column += len(cells)

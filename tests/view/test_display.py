@@ -170,15 +170,6 @@ def test_a_run_whose_rewards_are_missing_shows_what_it_has() -> None:
     assert frame.describe(100)[1] == "accuracy 50.0%  ▄ ▄  50.0% to 50.0% in 3 steps"
 
 
-METRICS = {
-    "reward_mean": 0.5,
-    "accuracy": 0.25,
-    "zero_variance_frac": 0.375,
-    "scored_tokens_per_s": 1234.4,
-    "seconds_step": 9.0,
-}
-
-
 def plain() -> tuple[PlainProgress, io.StringIO]:
     stream = io.StringIO()
     return PlainProgress(stream), stream
@@ -194,11 +185,11 @@ def rich() -> tuple[RichProgress, io.StringIO]:
 def test_a_step_line_by_hand() -> None:
     progress, stream = plain()
     progress.begin("demo", num_steps=40)
-    progress.step(12, METRICS)
+    progress.step(12, metrics(12))
     # 28 steps left at 9 s each: 252 s = 4 min 12 s. The share 0.375 is shown without digits: 38 %.
     assert stream.getvalue() == (
         "demo: 40 steps\n"
-        "step 12/40  reward  0.500  accuracy  25.0%  zero-variance  38%  tokens/s  1,234  took   9.0 s"
+        "step 12/40  reward  0.300  accuracy  24.0%  zero-variance  38%  tokens/s  1,234  took   9.0 s"
         "  left 4 min 12 s\n"
     )
 
@@ -207,7 +198,7 @@ def test_an_absent_metric_is_a_dash_and_never_0() -> None:
     progress, stream = plain()
     progress.begin("demo", num_steps=40)
     progress.step(1, {})
-    progress.step(2, METRICS)
+    progress.step(2, metrics(2))
     first, second = stream.getvalue().splitlines()[1:]
     assert "reward      -" in first
     assert first.endswith("left -")
@@ -259,10 +250,14 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_does_not() -> None:
         def isatty(self) -> bool:
             return True
 
+    class AsciiTerminal(Terminal):
+        encoding = "ascii"
+
     assert isinstance(open_progress(io.StringIO()), PlainProgress)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
         assert isinstance(open_progress(Terminal()), RichProgress)
+        assert isinstance(open_progress(AsciiTerminal()), PlainProgress)
         patch.setenv("TERM", "dumb")
         assert isinstance(open_progress(Terminal()), PlainProgress)
 

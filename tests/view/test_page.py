@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 from starlette.testclient import TestClient
@@ -23,11 +21,10 @@ from strop.record.events import JsonLines
 from strop.record.files import DirectoryRecord, RecordFiles, Shard, StoreRecord
 from strop.store.opening import open_objects
 from strop.tokenizer import Tokenizer
-from strop.view.answers import read_calls
 from strop.view.live import LiveRun, cut_text
-from strop.view.places import Runs, find_runs
+from strop.view.places import find_runs
 from strop.view.server import Address, build_app, follow
-from tests.view.rich_runs import LAST, RichRuns, make_runs
+from tests.view.rich_runs import RichRuns, make_runs
 from tests.view.served import served
 from tests.view.synthetic_run import make_run
 
@@ -148,17 +145,6 @@ def test_the_timeline_of_some_steps_is_read_alone(run: RunDir) -> None:
     assert page.get("/api/timeline", params=key).json() == lines[:1]
 
 
-def test_two_runs_are_compared_on_the_same_examples(run: RunDir, tmp_path: Path) -> None:
-    other = make_run(tmp_path / "more", num_steps=3, eval_steps=(0, 40))
-    shutil.move(other.path, tmp_path / "other")
-    answer = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
-    assert answer["changes"][0]["estimate"] > 0
-    assert answer["changes"][0]["against"] == run.path.name
-    (tmp_path / "other/eval").rename(tmp_path / "other/gone")
-    answer = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
-    assert answer["error"] == "other: no evaluation to compare"
-
-
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -250,22 +236,6 @@ def test_news_follow_the_logs_and_a_resume(run: RunDir) -> None:
     assert f"id: {run.metrics.path.stat().st_size}.{run.events.path.stat().st_size}\n" in heard[-1]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-        "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>",
-        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
-        '```tool\n{"name": "add", "arguments": {"a": 1}}\n```',
-    ],
-)
-def test_tool_calls_are_told_in_every_family_s_form(text: str) -> None:
-    (call,) = read_calls(text)
-    assert (call.name, json.loads(call.arguments)["a"] in (1, "1")) == ("add", True)
-    assert read_calls("no call, 3 < 4") == ()
-
-
 def test_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:
     text = "Ünïcode 👩‍🚀 and  two spaces\n\n\tx = 3"
     pieces = cut_text(tokenizer._fast, tokenizer.encode(text).tolist())
@@ -303,26 +273,6 @@ def test_a_taken_port_is_refused_and_the_usual_one_replaced(monkeypatch: pytest.
         Address(host="192.0.2.1", port=0).listen()
 
 
-def a_folder(run: RunDir) -> str:
-    return str(run.path.parent)
-
-
-def a_mirror(run: RunDir) -> str:
-    mirror = run.path.parent / "store/checkpoints/arithmetic/traces"
-    mirror.parent.mkdir(parents=True)
-    shutil.copytree(run.path, mirror, ignore=shutil.ignore_patterns("latest"))
-    return f"{run.path.parent}/store/checkpoints"
-
-
-@pytest.mark.parametrize("place", [a_folder, a_mirror, lambda run: str(run.path)])
-def test_runs_are_found_wherever_they_are(run: RunDir, place: Callable[[RunDir], str]) -> None:
-    runs: Runs = find_runs(place(run), no_job)
-    (found,) = runs.list()
-    assert runs.open(found.key) is found
-    assert found.read_metrics() == run.metrics.path.stat().st_size
-    assert found.rollout_steps() == [1, 3]
-
-
 def test_trials_of_a_sweep_are_runs(run: RunDir, tmp_path: Path) -> None:
     shutil.copytree(run.path, tmp_path / "more/sweep/members/0", ignore=shutil.ignore_patterns("latest"))
     assert [one.key for one in find_runs(str(tmp_path / "more"), no_job).list()] == ["sweep/members/0"]
@@ -353,13 +303,6 @@ def test_a_place_without_runs_is_refused(place: str) -> None:
         find_runs(place, no_job)
 
 
-def test_a_run_that_is_gone_is_said(run: RunDir) -> None:
-    live = LiveRun(key="run", record=DirectoryRecord(run.path / "absent"))
-    with pytest.raises(StoreError, match="there is no run"):
-        live.read_state()
-    assert os.fspath(run.path) in DirectoryRecord(run.path).describe("x")
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> RichRuns:
     return make_runs(tmp_path_factory.mktemp("runs"))
@@ -383,11 +326,6 @@ class Answer:
         self.status, self.headers = got.status, {name.lower(): value for name, value in got.getheaders()}
         self.body = got.read()
         connection.close()
-
-
-def ask_about(address: str, path: str, run: Path, **query: object) -> Any:
-    words = "".join(f"&{name}={quote(str(value))}" for name, value in query.items())
-    return json.loads(Answer(address, f"/api/{path}?run={run.name}{words}").body)
 
 
 @pytest.mark.parametrize(
@@ -422,14 +360,3 @@ def test_every_module_is_asked_for_at_once(address: str) -> None:
     page = Answer(address, "/").body.decode()
     modules = [one.name for one in (files("strop.view") / "page").iterdir() if one.name.endswith(".js")]
     assert [name for name in modules if f'="page/{name}"' not in page] == []
-
-
-def test_a_rollout_comes_token_by_token(address: str, runs: RichRuns) -> None:
-    told = ask_about(address, "rollout", runs.whole.path, step=LAST, key=4)
-    sampled = [turn for turn in told["turns"] if turn["role"] == "assistant"]
-    assert len(sampled) == 2
-    for turn in sampled:
-        assert "".join(turn["tokens"]) == turn["text"]
-        assert len(turn["tokens"]) == len(turn["logprobs"]) == len(turn["advantages"])
-        assert max(turn["logprobs"]) <= 0.0
-        assert turn["advantages"] == [4.0] + [0.5] * (len(turn["tokens"]) - 1)

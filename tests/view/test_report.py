@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import pytest
 from strop.errors import CorruptRecord, StoreError
 from strop.evaluate import Validity, result_name, write_result
 from strop.record import Event, EventKind, RunDir
-from strop.record.files import DirectoryRecord, StoreRecord
+from strop.record.files import DirectoryRecord
 from strop.record.prediction import write_prediction
 from strop.record.rollouts import write_rollouts
-from strop.store.local_objects import LocalObjects
 from strop.view.live import LiveRun
-from strop.view.report import write_comparison, write_report, write_report_of
+from strop.view.report import write_comparison, write_report
 from strop.view.terminal import describe_usd
 from tests.record.test_prediction import PLANNED
 from tests.view.synthetic_run import make_result, make_rollouts, make_run, raise_alarm
@@ -88,14 +86,6 @@ def test_the_report_has_the_curves_and_a_few_rollouts(tmp_path: Path) -> None:
         for row in rows:
             rollout = answer(path, "rollout", name, step, row["key"], "step")
             assert rollout["example_id"] == row["example_id"]
-
-
-def test_the_report_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path).path).read_text("utf-8")
-    assert set(re.findall(r'<[^>]*(?:src|href)="([^"#][^":]*)', page)) == {"data"}
-    assert not re.findall(r'url\(|@import|from "\./', page)
-    # The answers, the modules and the one that begins.
-    assert page.count("<script") == page.count("</script>") == 3
 
 
 def test_text_of_the_model_cannot_act(tmp_path: Path) -> None:
@@ -252,24 +242,6 @@ def test_a_run_that_only_a_file_evaluated_shows_that(tmp_path: Path) -> None:
     own = make_result(40, num_solved=100)
     write_result(own, run.path / "eval" / result_name(own))
     assert [one["accuracy"] for one in told(run)["evals"]] == [0.5]
-
-
-def test_a_mirror_has_the_report_of_its_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs")
-    shutil.copytree(run.path, tmp_path / "store" / run.path.name / "traces", symlinks=True)
-    place = str(tmp_path / "store" / run.path.name)
-    mirror = StoreRecord(LocalObjects(), place, run=run.path.name)
-    path = write_report_of(run.path.name, mirror, tmp_path)
-    assert path == tmp_path / f"{run.path.name}-report.html"
-    here, there = kept_in(write_report(run.path)), kept_in(path)
-    # But for where notes and phase are seen from.
-    for answers in (here["answers"], there["answers"]):
-        for found in answers.values():
-            for one in found if isinstance(found, list) else [found]:
-                if isinstance(one, dict):
-                    one.pop("phase", None)
-                    one.pop("notes_path", None)
-    assert here == there
 
 
 def test_several_runs_stand_beside_the_first(tmp_path: Path) -> None:
