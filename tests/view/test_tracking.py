@@ -138,8 +138,9 @@ def test_no_text_leaves_where_no_rollouts_are_wanted(tmp_path: Path, monkeypatch
     assert "text" not in dict(calls)
 
 
+@pytest.mark.parametrize(("sent", "steps"), [(2, [3, 4, 5]), (4, [4, 5])])
 def test_a_resumed_run_is_sent_once_and_what_is_lacking_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: int, steps: list[int]
 ) -> None:
     make_package(monkeypatch)
     first = Tracked(tmp_path)
@@ -150,9 +151,11 @@ def test_a_resumed_run_is_sent_once_and_what_is_lacking_too(
         write_result(result, first.run.path / "eval" / result_name(result))
         first.observer.on_eval(summary(step))
     first.end()
-    # It goes on after step 3; the tracker had heard of two steps before it was killed.
+    # It goes on after step 3; the tracker had heard of fewer steps before it was killed, or of more.
     path = sent_path(first.run.path, "tensorboard")
-    told = path.read_text().replace('"step": 4', '"step": 2').replace('"eval_step": 3', '"eval_step": 0')
+    told = (
+        path.read_text().replace('"step": 4', f'"step": {sent}').replace('"eval_step": 3', '"eval_step": 0')
+    )
     path.write_text(told)
     calls = make_package(monkeypatch)
     again = Tracked(tmp_path, first_step=3)
@@ -160,7 +163,7 @@ def test_a_resumed_run_is_sent_once_and_what_is_lacking_too(
         again.step(step)
     again.end()
     assert calls[0] == ("open", (4,))
-    assert scalars(calls) == [3, 4, 5]
+    assert scalars(calls) == steps
     assert scalars(calls, "eval/accuracy") == [3]
 
 

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from strop.errors import StoreError
+from strop.evaluate import result_name, write_result
 from strop.record import Event, EventKind, RunDir
 from strop.record.files import DirectoryRecord, StoreRecord
 from strop.store.local_objects import LocalObjects
 from strop.view import PlainProgress, TerminalObserver
 from strop.view.live import LiveRun
 from strop.view.watching import RunEnd, Watcher, find_end, watch
+from tests.view.synthetic_run import make_result
 
+EVALUATED = "step 5: held-out accuracy 50.0% greedy (95% interval 43.1% to 56.9%, 200 examples)"
 SPEC = 'name = "demo"\n[train]\nsteps = 6\n'
 
 
@@ -92,11 +95,16 @@ def test_a_resume_begins_anew_where_the_run_goes_on(run_dir: RunDir) -> None:
         run_dir.events.append(Event(kind=EventKind.NOTICE, step=1, cause="early"))
         run_dir.events.append(Event(kind=EventKind.NOTICE, step=5, cause="late"))
         watched.look()
+        result = make_result(5, num_solved=100)
+        path = run_dir.path / "eval" / result_name(result)
+        write_result(result, path)
+        assert heads(watched.look()) == [EVALUATED]
         run_dir.truncate_after(3)
         run_dir.events.append(Event(kind=EventKind.RESUME, step=3, cause="checkpoint", detail="step 3"))
         assert watched.look() == ["demo: continues after step 3 of 6", "step 3: checkpoint: step 3"]
         add_steps(run_dir, 4, 4)
-        assert heads(watched.look()) == ["step 4/6"]
+        write_result(result, path)
+        assert heads(watched.look()) == ["step 4/6", EVALUATED]
         # More than before between two looks: it begins anew at the last step.
         run_dir.truncate_after(3)
         add_steps(run_dir, 4, 5, seconds=4.0)
