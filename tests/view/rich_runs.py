@@ -121,17 +121,9 @@ def last_rollouts(tokenizer: Tokenizer) -> list[StoredRollout]:
 
 def _tell_long(like: StoredRollout, text: str) -> StoredRollout:
     """Return a rollout whose prompt is one line of a megabyte."""
-    rollout = like.rollout
     prompt = Turn(role="prompt", text=text, token_ids=np.arange(4, dtype=np.int32))
-    changed = Rollout(
-        example=rollout.example,
-        step=rollout.step,
-        sample_index=len(text) % 97,
-        turns=(prompt, rollout.turns[-1]),
-        outcome=rollout.outcome,
-        sampling=rollout.sampling,
-    )
-    return StoredRollout(rollout=changed, advantages=like.advantages, status=like.status, staleness=1)
+    rollout = replace(like.rollout, turns=(prompt, like.rollout.turns[-1]))
+    return replace(like, rollout=rollout)
 
 
 def _attempt(
