@@ -4,7 +4,12 @@ import { h, isNumber, percent, short, table, unfold } from "./dom.js";
 
 const MOST_POINTS = 600, TICKS = 5;
 
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim() || name;
+// A canvas takes no variables: what one stands for in this theme is asked of an element.
+const probe = document.body.appendChild(h("i", { hidden: true }));
+export function colour(name) {
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
+}
 
 // A pen for an empty canvas, in the units in which it is shown, with its width and height; null while it has none.
 export function clear(canvas) {
@@ -178,8 +183,8 @@ export class Chart {
     const shown = this.drawn.map((one) => `${one.label} ${one.colour}`).join() + this.marks.length;
     if (this.shown !== shown) {
       this.shown = shown;
-      this.legend.replaceChildren(...this.drawn.map((one) => h("li", {}, h("i", { style: { background: colour(one.colour) } }), one.label)),
-        ...(this.marks.length && this.marks[0].name ? [h("li", {}, h("i", { style: { background: colour("second") } }), this.marks[0].name)] : []));
+      this.legend.replaceChildren(...this.drawn.map((one) => h("li", {}, h("i", { style: { background: `var(--${one.colour})` } }), one.label)),
+        ...(this.marks.length && this.marks[0].name ? [h("li", {}, h("i", { style: { background: "var(--second)" } }), this.marks[0].name)] : []));
     }
   }
 

@@ -59,10 +59,13 @@ export function instant(seconds) {
   return seconds ? new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " ") + " UTC" : "–";
 }
 
+// What is wider than its place is moved within it, also by keys.
+export const scroll = (label, content) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, content);
+
 export function table(heads, rows, attributes = {}) {
   const numbers = heads.map((_, index) => rows.length && rows.every((row) => /^[–+−-]?[\d.,%]*$/.test(String(row[index]))));
   const kind = (index) => (numbers[index] ? "number" : null);
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": attributes.label ?? heads.join(", ") },
+  return scroll(attributes.label ?? heads.join(", "),
     h("table", {}, h("thead", {}, h("tr", {}, heads.map((text, i) => h("th", { scope: "col", class: kind(i) }, text)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) =>
         h("td", { class: kind(i) }, cell instanceof Node ? cell : visible(cell ?? "–"))))))));

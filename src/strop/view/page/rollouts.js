@@ -1,5 +1,5 @@
 // Rollouts: a step's list, a search over all steps, and one of them turn by turn and token by token.
-import { ask, choice, h, isNumber, kept, link, percent, prose, short, table, visible } from "./dom.js";
+import { ask, choice, h, isNumber, kept, link, percent, prose, scroll, short, table, visible } from "./dom.js";
 import { moveRow, say } from "./main.js";
 
 const hidden = (key, action) => h("button", { type: "button", hidden: true, "data-key": key, onclick: action }, key);
@@ -48,7 +48,7 @@ export const written = async (run, steps) => Promise.all(steps.map(async (step) 
   const { rows } = await ask("rollouts", { run, step, of: "step" });
   tellApart(rows);
   return [h("h3", {}, `What the model wrote after ${step} ${step === 1 ? "step" : "steps"}`),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Rollouts of step ${step}` }, h("table", { class: "rows" }, heads("#"), h("tbody", {}, rows.map((row) => rowOf(run, row, step)))))];
+    scroll(`Rollouts of step ${step}`, h("table", { class: "rows" }, heads("#"), h("tbody", {}, rows.map((row) => rowOf(run, row, step)))))];
 }));
 
 export async function stepView(room, { run, of, step, query }) {
@@ -86,7 +86,7 @@ export async function stepView(room, { run, of, step, query }) {
     h("div", { class: "filters" }, h("button", { type: "button", disabled: at <= 0, "data-key": "[", onclick: () => go(-1) }, "← earlier step"), h("button", { type: "button", disabled: at < 0 || at >= steps.length - 1, "data-key": "]", onclick: () => go(1) }, "later step →"),
       kept ? null : h("form", { onsubmit: (event) => { event.preventDefault(); change({ text: search.value }); } }, search), choice("outcome", "show", OUTCOMES, state.outcome, (outcome) => change({ outcome })), choice("sort", "order", ORDERS, state.sort, (sort) => change({ sort })), count,
       state.example ? h("button", { type: "button", onclick: () => { location.hash = link(["run", run, of, step]); } }, "all prompts") : null, hidden("j", () => moveRow(1)), hidden("k", () => moveRow(-1))),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rollouts of the step" }, h("table", { class: "rows" }, head, body)));
+    scroll("Rollouts of the step", h("table", { class: "rows" }, head, body)));
   await change({});
   say(`step ${step}`);
 }
@@ -95,7 +95,7 @@ export async function searchView(room, { run, query }) {
   const text = query.text ?? "", body = h("tbody"), count = h("p", { class: "soft", role: "status" }, "searching…");
   const search = h("input", { type: "search", value: text, "data-key": "/", "aria-label": "search in rollouts" });
   room.append(h("h1", {}, "Search"), h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); location.hash = link(["run", run, "search"], { text: search.value }); } }, search, h("button", {}, "search"), hidden("j", () => moveRow(1)), hidden("k", () => moveRow(-1))), count,
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Found rollouts" }, h("table", { class: "rows" }, heads("step.#"), body)));
+    scroll("Found rollouts", h("table", { class: "rows" }, heads("step.#"), body)));
   let isGone = false;
   (async () => {
     let last = Number.MAX_SAFE_INTEGER, found = 0;
@@ -113,9 +113,10 @@ export async function searchView(room, { run, query }) {
 }
 
 // Colours of tokens, so strong that their text can still be read. A number that is absent has none: it must not look like an ordinary one.
+const mix = (name, share) => `color-mix(in srgb, var(--${name}) ${100 * share}%, transparent)`;
 const SHADES = {
-  logprob: { label: "log-probability", of: (token) => token.logprob, paint: (value) => (isNumber(value) ? `rgba(var(--hot), ${Math.min(0.65, -value / 8)})` : "") },
-  advantage: { label: "advantage", of: (token) => token.advantage, paint: (value) => (isNumber(value) && value ? `rgba(var(--${value > 0 ? "gain" : "loss"}), ${Math.min(0.5, 0.12 + Math.abs(value) / 4)})` : "") },
+  logprob: { label: "log-probability", of: (token) => token.logprob, paint: (value) => (isNumber(value) ? mix("hot", Math.min(0.65, -value / 8)) : "") },
+  advantage: { label: "advantage", of: (token) => token.advantage, paint: (value) => (isNumber(value) && value ? mix(value > 0 ? "gain" : "loss", Math.min(0.5, 0.12 + Math.abs(value) / 4)) : "") },
   none: { label: "no colour", of: () => null, paint: () => "" },
 };
 let shade = "logprob";

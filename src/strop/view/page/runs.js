@@ -1,5 +1,5 @@
 // The list of runs, and choosing some to compare.
-import { ask, choice, h, instant, kept, link, percent, short, visible } from "./dom.js";
+import { ask, choice, h, instant, kept, link, percent, scroll, short, visible } from "./dom.js";
 import { moveRow, say } from "./main.js";
 
 const ORDERS = {
@@ -18,7 +18,7 @@ export async function runsView(room, { query }) {
   const body = h("tbody"), empty = h("p", { class: "soft" });
   room.append(h("h1", {}, "Runs"), h("div", { class: "filters" }, search, choice("sort", "order", ORDERS, state.sort, (sort) => change({ sort })), compare,
     h("button", { type: "button", hidden: true, "data-key": "j", onclick: () => moveRow(1) }, "next"), h("button", { type: "button", hidden: true, "data-key": "k", onclick: () => moveRow(-1) }, "previous")),
-  h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" }, h("table", { class: "wide" }, h("thead", {}, h("tr", {},
+  scroll("Runs", h("table", { class: "wide" }, h("thead", {}, h("tr", {},
     ["", "run", "state", "steps", "held-out accuracy", "95% interval", "last reward", "task", "model", "begun"].map((text) => h("th", { scope: "col" }, text || h("span", { class: "soft" }, "compare"))))), body)), empty);
 
   function row(run) {

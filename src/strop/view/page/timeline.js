@@ -36,7 +36,7 @@ class Lanes {
     this.canvas.style.height = `${y + 8}px`;
     this.begin = Math.min(...spans.map((span) => span.start)); this.end = Math.max(...spans.map((span) => span.end));
     this.at = -1;
-    this.legend.replaceChildren(...this.names.map((name) => h("li", {}, h("i", { style: { background: colour(this.hue(name)) } }), name)));
+    this.legend.replaceChildren(...this.names.map((name) => h("li", {}, h("i", { style: { background: `var(--${this.hue(name)})` } }), name)));
     this.draw();
   }
 
