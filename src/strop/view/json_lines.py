@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
 from strop.record import Event
@@ -77,12 +77,8 @@ class JsonObserver:
         """Write nothing: the command is not done yet, and the last line has the cause."""
         self._beside.on_end(cause=cause)
 
-    def __enter__(self) -> Self:
-        """Begin a block that always ends with the last line."""
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Write the last line."""
+    def close(self, error: BaseException | None) -> None:
+        """Write the last line: done, or the error that ended the command."""
         code = error.exit_code if isinstance(error, StropError) else EXIT_FAILED
         self._write(
             "end",
@@ -112,7 +108,7 @@ def json_lines(beside: Observer) -> Iterator[JsonObserver]:
 
     Other output meanwhile, by a task's code or a library, goes to standard error.
     """
-    lines, stand_in = sys.stdout, sys.stderr
+    lines = sys.stdout
     is_real = lines is sys.__stdout__
     if is_real:
         sys.stdout.flush()
@@ -120,11 +116,15 @@ def json_lines(beside: Observer) -> Iterator[JsonObserver]:
         lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
     observer = JsonObserver(lines, beside)
-    before, sys.stdout = sys.stdout, stand_in
+    before, sys.stdout = sys.stdout, sys.stderr
+    error: BaseException | None = None
     try:
-        with observer:
-            yield observer
+        yield observer
+    except BaseException as raised:
+        error = raised
+        raise
     finally:
+        observer.close(error)
         sys.stdout = before
         if is_real:
             os.dup2(lines.fileno(), 1)
