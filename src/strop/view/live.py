@@ -96,11 +96,18 @@ class LiveRun:
             return self._metrics_log.offset
 
     def list_metrics(self) -> dict[str, Any]:
-        """Return all metrics as columns by name, None for what a step did not measure, and their offset."""
+        """Return all metrics as columns by name, and the offset behind them in the log.
+
+        Seven digits of a number are enough for a chart; None is what a step did not measure.
+        """
         with self._lock:
             offset, lines = self.read_metrics(), self.metrics
         names = dict.fromkeys(name for line in lines for name in line)
-        return {"offset": offset, "columns": {name: [line.get(name) for line in lines] for name in names}}
+        columns = {
+            name: [None if (value := line.get(name)) is None else float(f"{value:.7g}") for line in lines]
+            for name in names
+        }
+        return {"offset": offset, "columns": columns}
 
     def read_events(self) -> tuple[list[Event], int]:
         """Return the events of the run, and the offset behind them in the log. Raises: CorruptRecord."""
