@@ -165,7 +165,7 @@ def watch(
     run, find_end = open_run(reference, output.say)
     progress = open_progress(sys.stdout)
     observer = TerminalObserver(progress)
-    every_s = _POLL_S if run.is_local else _REMOTE_POLL_S
+    every_s = _POLL_S if run.path is not None else _REMOTE_POLL_S
     try:
         end = watch_run(Watcher(run, observer), observer, find_end, pause=lambda: time.sleep(every_s))
     except KeyboardInterrupt:

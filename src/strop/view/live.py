@@ -184,13 +184,8 @@ class LiveRun:
 
     @property
     def path(self) -> Path | None:
-        """The run's directory, if it is on this machine."""
+        """The run's directory if it is on this machine, and may be polled many times a second."""
         return self.record.path if isinstance(self.record, DirectoryRecord) else None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it may be polled many times a second."""
-        return self.path is not None
 
     def write_notes(self, text: str) -> None:
         """Replace the notes. Raises: StoreError if the disk fails, or the run is not on this machine."""

@@ -175,7 +175,7 @@ class _Routes:
 
     def run(self, request: Request) -> Response:
         run = self._open(request)
-        return _json({**describe_run(run), "writes_notes": self._writes_notes and run.is_local})
+        return _json({**describe_run(run), "writes_notes": self._writes_notes and run.path is not None})
 
     async def write_notes(self, request: Request) -> Response:
         run, body = self._open(request), b""
@@ -248,7 +248,7 @@ async def follow(run: LiveRun, cursor: tuple[int, int], *, poll_s: float | None 
         kind: LineFollower(run.record, name, offset)
         for (kind, name), offset in zip({"metrics": METRICS, "event": EVENTS}.items(), cursor, strict=True)
     }
-    poll_s = poll_s or (_POLL_S if run.is_local else _REMOTE_POLL_S)
+    poll_s = poll_s or (_POLL_S if run.path is not None else _REMOTE_POLL_S)
     last_marks, quiet_s = None, 0.0
     yield "retry: 1000\n\n"
     while True:
