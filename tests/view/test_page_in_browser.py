@@ -18,11 +18,14 @@ from strop.record.rollouts import StoredRollout
 from strop.record.rows import read_row
 from strop.view.report import write_comparison, write_report
 from tests.fixtures.browser import find_faults, is_wider_than_screen, open_page
+from tests.fixtures.commands import folder
 from tests.view.rich_runs import ALARMS, HOSTILE, LAST, NOTE, RichRuns, append_step, cut_back, make_runs
 from tests.view.served import served
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
+
+__all__ = ["folder"]
 
 pytestmark = pytest.mark.slow
 
