@@ -21,6 +21,7 @@ from tests.fixtures.browser import find_faults, is_wider_than_screen, open_page
 from tests.fixtures.commands import folder
 from tests.view.rich_runs import ALARMS, HOSTILE, LAST, NOTE, RichRuns, append_step, cut_back, make_runs
 from tests.view.served import served
+from tests.view.synthetic_run import make_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -29,6 +30,7 @@ __all__ = ["folder"]
 
 pytestmark = pytest.mark.slow
 
+NO_WORDS = r"\b(?:null|undefined|NaN)\b|\[object"
 LIMIT_MS = 60_000
 """Two busy cores may need it; what is waited for takes a moment."""
 SUM, TALK, LOST, SCRIPT, ESCAPED, TURNED, TOKENS, LINE = 0, 4, 6, 7, 8, 9, 10, 11
@@ -104,27 +106,28 @@ def test_every_view_can_be_read_by_everybody(
     browser: Browser, address: str, runs: RichRuns, tmp_path: Path
 ) -> None:
     found = {}
+    # Their last evaluations are of different steps, of which a note tells.
+    several = [make_run(tmp_path, num_steps=3, eval_steps=(0, step)).path for step in (2, 3)]
     with open_page(browser, width=400) as page:
         for place in all_places(runs):
             show(page, address, place)
             open_folds(page)
             found[place] = find_faults(page) + ["wider than the screen"] * is_wider_than_screen(page)
+            found[place] += re.findall(NO_WORDS, page.locator("#main").inner_text())
         for index in (0, 1):
             show(page, address, place_of(runs, LAST, index))
             page.get_by_label("colour tokens by").select_option("advantage")
             found[f"advantages {index}"] = find_faults(page)
         page.get_by_role("button", name="Keys").click()
         found["keys"] = find_faults(page)
-        for path in (
-            write_report(runs.whole.path),
-            write_comparison([runs.whole.path, runs.other.path], tmp_path),
-        ):
+        for path in (write_report(runs.whole.path), write_comparison(several, tmp_path)):
             page.goto(path.as_uri())
             page.locator("#main[data-view] h1").wait_for()
             open_folds(page)
             # What was opened takes its place in the next moment.
             page.wait_for_timeout(500)
             found[path.name] = find_faults(page) + ["wider than the screen"] * is_wider_than_screen(page)
+            found[path.name] += re.findall(NO_WORDS, page.locator("#main").inner_text())
         # Its 4,000 tokens keep axe busy for seconds.
         show(page, address, place_of(runs, LAST, LINE))
         found["line"] = ["wider than the screen"] * is_wider_than_screen(page)

@@ -93,19 +93,6 @@ def test_every_table_tells_run_and_step(runs: Path) -> None:
     assert ("gate", "audit") in ask(runs, "SELECT kind, cause FROM events")
 
 
-def test_tables_are_joined_over_run_and_step(runs: Path) -> None:
-    sql = (
-        "SELECT m.step, m.accuracy, r.settings['train.steps'], max(t.seconds)"
-        " FROM metrics m JOIN runs r USING (run) JOIN timeline t ON t.run = m.run AND t.step = m.step"
-        " WHERE r.seed = 1 AND t.name = 'learn' GROUP BY ALL ORDER BY m.step"
-    )
-    rows = ask(runs, sql)
-    lines = RunDir.open(sorted(runs.iterdir())[1]).metrics.read()
-    assert rows == [
-        (line["step"], line["accuracy"], "4", pytest.approx(line["seconds_learn"])) for line in lines
-    ]
-
-
 def test_nested_columns_are_asked_in_place(runs: Path) -> None:
     (path,) = sorted(runs.iterdir())[:1]
     (rollout, *_) = read_rollouts(path / "rollouts" / "step-000002.parquet")

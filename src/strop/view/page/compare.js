@@ -19,7 +19,7 @@ export async function compareView(room, { all }) {
   room.append(h("h1", {}, `${keys.length} runs compared`), table(["run", "step", "held-out accuracy", "95% interval", "examples"], lasts, { label: "Last evaluations" }),
     h("h2", {}, "Change on the same examples", told.changes.length ? ` against ${visible(told.changes[0].against)}` : ""),
     told.error ? h("p", { class: "card alarm" }, visible(told.error)) : table(["run", "replies", "change", "95% interval", "gained / lost", "p (Holm)", "interval over seeds", "verdict"], changes, { label: "Paired changes" }),
-    told.notes.map((note) => h("p", { class: "soft small" }, visible(note))), h("p", { class: "soft small" }, "Intervals are over problems: what another seed would change is in the interval over seeds alone, where there are several."),
+    ...told.notes.map((note) => h("p", { class: "soft small" }, visible(note))), h("p", { class: "soft small" }, "Intervals are over problems: what another seed would change is in the interval over seeds alone, where there are several."),
     h("h2", {}, "Curves"), grid, h("h2", {}, "Settings that differ"), told.settings.length ? table(["setting", ...keys], told.settings.map((one) => [one.key, ...one.values]), { label: "Settings that differ" }) : h("p", {}, "None."));
   for (const [title, name, isShare] of SHOWN) {
     if (!metrics.some((one) => one.column(name).some(isNumber))) continue;

@@ -136,7 +136,7 @@ export async function readerView(room, { run, of, step, index: key }) {
     h("div", { class: "filters" }, h("button", { type: "button", "data-key": "k", onclick: () => go(-1) }, "← previous"), h("button", { type: "button", "data-key": "j", onclick: () => go(1) }, "next →"),
       choice("shade", "colour tokens by", Object.fromEntries(Object.entries(SHADES).map(([key, one]) => [key, [one.label]])), shade, (value) => { shade = value; draw(); })),
     h("h2", {}, `Its group: ${members.length} attempts at one prompt`), h("div", { class: "siblings" }, members.map((one) => h("a", { href: link(["run", run, of, step, one.key]), "aria-current": one.key === key ? "true" : null }, `${one.key}: ${short(one.reward)} ${verdict(one) === "solved" ? "✓" : verdict(one) === "not solved" ? "✗" : ""}`))),
-    members.length > 1 ? h("details", {}, h("summary", {}, "side by side"), table(["#", "reward", "tokens", "reply"], members.map((one) => [one.key, short(one.reward), one.num_sampled_tokens, one.reply]), { label: "The group side by side" })) : null,
+    members.length > 1 ? h("details", {}, h("summary", {}, "side by side"), table(["#", "reward", "tokens", "reply"], members.map((one) => [one.key, short(one.reward), one.num_sampled_tokens, one.reply]), { label: "The group side by side" })) : "",
     h("h2", {}, "Conversation"), turns, readout, h("h2", {}, "Facts"), table(["fact", "value"], facts, { label: "Facts of the rollout" }), h("details", {}, h("summary", {}, "Fields of the example"), prose(JSON.stringify(rollout.fields, null, 1))));
   draw();
   say(`step ${step}, rollout ${key} of ${rows.length}`);

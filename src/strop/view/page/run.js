@@ -137,7 +137,7 @@ function showHead(place, run, metrics) {
     h("h1", {}, visible(run.key)),
     h("p", { class: "soft" }, visible(run.model ?? ""), run.task ? h("span", {}, " learning ", h("b", {}, visible(run.task))) : null, run.algorithm ? ` by ${visible(run.algorithm)}` : ""),
     h("p", {}, h("b", {}, run.phase), `: ${step} of ${wanted} steps${left}`, run.num_attempts > 1 ? `, attempt ${run.num_attempts}` : ""),
-    run.plot_range ? h("p", { class: "soft small" }, run.plot_range) : null,
+    run.plot_range ? h("p", { class: "soft small" }, run.plot_range) : "",
     h("div", { class: "progress", role: "progressbar", "aria-label": "steps", "aria-valuemin": "0", "aria-valuemax": wanted, "aria-valuenow": step }, h("i", { style: { width: `${wanted ? Math.min(100, (100 * step) / wanted) : 0}%` } })),
     first ? h("div", { class: "headline" }, first !== last ? end(first, "before") : null, end(last, first === last ? "measured" : "after"), verdict) : h("p", { class: "soft" }, "No held-out accuracy is measured yet."));
 }
