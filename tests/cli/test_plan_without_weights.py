@@ -14,9 +14,10 @@ from strop.plan.plan import Plan
 from strop.plan.planning import make_plan
 from strop.rollout import Split
 from strop.spec import load_spec
-from strop.store import fetch_data_source, follow_store, open_store
-from strop.store.descriptions import fetch_description
+from strop.store import follow_store, open_store
+from strop.store.data_files import locate_named
 from strop.store.local_objects import LocalObjects
+from strop.store.models import fetch_description
 from strop.store.record_store import RecordStore
 from strop.tasks import build_task
 from tests.fixtures.commands import Run
@@ -24,6 +25,7 @@ from tests.fixtures.descriptions import described
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import follow
 from tests.fixtures.tiny_hub import tiny_hub
+from tests.store.test_listed import sync
 
 
 @pytest.fixture(autouse=True)
@@ -180,8 +182,8 @@ def test_a_missing_order_file_in_a_real_store_is_unknown_until_it_is_fetched(
         example.example_id for example in build_task(load_spec("run.toml").spec.task).examples(Split.TRAIN)
     ]
     (place / "easy.jsonl").write_text("".join(json.dumps({"example_id": one}) + "\n" for one in ids[:7]))
-    open_store(order).put(place / "easy.jsonl", order)
-    fetch_data_source(order)
+    open_store(order).put_file(place / "easy.jsonl", order)
+    locate_named(order)
     found = json.loads(run(*words).out)
     assert found["schedule"]["num_train_examples"] == 7
     assert not any("is not on this machine" in line for line in found["unknown"])
@@ -189,10 +191,7 @@ def test_a_missing_order_file_in_a_real_store_is_unknown_until_it_is_fetched(
 
 def test_fetch_asks_s3_for_the_description_of_a_model(run: Run, tiny_model_dir: Path, s3_root: str) -> None:
     uri = f"{s3_root}/models/mine"
-    # As another tool sends it: files side by side, without a manifest.
-    store = open_store(uri)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
-        store.put(tiny_model_dir / name, f"{uri}/{name}")
+    sync(tiny_model_dir, uri)
     before = run("plan", "run.toml", f"model.uri={uri}", "--json")
     assert json.loads(before.out)["time"] is None
     after = run("plan", "run.toml", f"model.uri={uri}", "--fetch", "--json")

@@ -15,7 +15,7 @@ from strop.rollout import Split
 from strop.run.tasks import read_task, write_new_task
 from strop.spec import load_spec
 from strop.store import open_store
-from strop.store.data_files import only_local_data
+from strop.store.resolve import only_local
 from strop.tasks import Task, build_task
 from tests.fixtures.saved_data import save_split
 
@@ -107,7 +107,7 @@ def test_a_plan_warns_of_random_replies(tmp_path: Path) -> None:
 
 def examples_of(folder: Path, source: str) -> int:
     (folder / "run.toml").write_text(RUN.format(source=source))
-    with only_local_data() as missing:
+    with only_local() as missing:
         number = len(task_of(folder / "run.toml").examples(Split.TRAIN))
     assert not missing
     return number

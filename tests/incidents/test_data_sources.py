@@ -17,7 +17,8 @@ from strop.errors import (
     RemoteUnreachable,
     StoreError,
 )
-from strop.store import fetch_data_file, follow_store, get_model, is_offline
+from strop.store import follow_store, get_model, is_offline
+from strop.store.data_files import fetch_data_files
 from strop.store.hub import list_dataset_files
 from tests.fixtures.object_store import use_store
 from tests.fixtures.sockets import only_connects_to
@@ -37,16 +38,16 @@ def test_dat_3_offline_never_opens_a_hub_connection(
     with only_connects_to() as attempts:
         with follow_store(follow(filled_store, order)):
             assert get_model("org/tiny").source == "store"
-            assert fetch_data_file("org/data", DATA).is_file()
+            assert fetch_data_files("org/data", [DATA])[0].is_file()
             for name in ("org/absent", "org/absent@main"):
                 with pytest.raises(StoreError):
                     get_model(name)
             with pytest.raises(StoreError):
-                fetch_data_file("org/absent", DATA)
+                fetch_data_files("org/absent", [DATA])
         with pytest.raises(HubUnreachable, match="offline mode"):
             get_model("org/tiny")
         with pytest.raises(HubUnreachable, match="offline mode forbids"):
-            fetch_data_file("org/data", DATA)
+            fetch_data_files("org/data", [DATA])
         with pytest.raises(HubUnreachable, match="offline mode forbids"):
             list_dataset_files("org/data")
     assert attempts == []
@@ -59,7 +60,7 @@ def test_dat_3_a_half_staged_data_set_is_not_there(filled_store: str, tmp_path: 
         follow_store(follow(filled_store, "store-only")),
         pytest.raises(RemoteMissing, match="it has objects and no"),
     ):
-        fetch_data_file("org/data", DATA)
+        fetch_data_files("org/data", [DATA])
     (Path(filled_store) / "models/org/tiny/COMPLETE").unlink()
     with (
         follow_store(follow(filled_store, "store-only")),
@@ -73,13 +74,13 @@ def test_dat_3_a_flipped_byte_in_the_cache_is_fetched_again_and_in_the_store_ref
 ) -> None:
     """Incident: flipped byte: refused, then rebuilt."""
     with follow_store(follow(filled_store)):
-        cached = fetch_data_file("org/data", DATA)
+        (cached,) = fetch_data_files("org/data", [DATA])
         cached.write_bytes(b'{"x": 7}\n')
-        assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
+        assert fetch_data_files("org/data", [DATA])[0].read_bytes() == b'{"x": 1}\n'
         (Path(filled_store) / "datasets/org/data" / DATA).write_bytes(b'{"x": 7}\n')
         cached.unlink()
         with pytest.raises(CorruptRecord, match=r"train\.jsonl"):
-            fetch_data_file("org/data", DATA)
+            fetch_data_files("org/data", [DATA])
         assert not cached.exists()
         model = get_model("org/tiny")
         (model.path / "config.json").write_text("{}")
@@ -92,18 +93,19 @@ def test_dat_3_a_store_that_fails_is_no_reason_to_ask_the_hub(
 ) -> None:
     """Incident: silent fallback from object store to hub."""
     use_store(monkeypatch, "http://127.0.0.1:9")
-    monkeypatch.setattr("strop.store.s3_client.RetryRules.pause_s", lambda self, attempt_index: 0.0)
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
     with follow_store(follow("s3://strop-test/x")):
         with pytest.raises(RemoteUnreachable):
             get_model("org/tiny")
         with pytest.raises(RemoteUnreachable):
-            fetch_data_file("org/data", DATA)
+            fetch_data_files("org/data", [DATA])
 
 
 KILLED = """
 import os, signal, sys
 from strop.spec import StoreSpec
-from strop.store import fetch_data_file, follow_store
+from strop.store import follow_store
+from strop.store.data_files import fetch_data_files
 
 def die(event, arguments):
     # Just before the copy gets its name: all of its bytes are there, under another one.
@@ -112,7 +114,7 @@ def die(event, arguments):
 
 sys.addaudithook(die)
 with follow_store(StoreSpec(uri=sys.argv[1], order="store-only")):
-    fetch_data_file("org/data", "main/train.jsonl")
+    fetch_data_files("org/data", ["main/train.jsonl"])
 """
 
 
@@ -129,7 +131,7 @@ def test_dat_3_a_copy_whose_write_was_killed_is_not_there(filled_store: str, tmp
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] != []
     assert list((tmp_path / "cache").rglob("train.jsonl")) == []
     with follow_store(follow(filled_store, "store-only")):
-        assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
+        assert fetch_data_files("org/data", [DATA])[0].read_bytes() == b'{"x": 1}\n'
 
 
 IMPORTING = """

@@ -100,18 +100,19 @@ def test_the_copy_in_stores_cache_is_read(
     plan_it: PlanIt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from strop.store import follow_store
-    from strop.store.data_files import fetch_data_file, only_local_data
+    from strop.store.data_files import fetch_data_files
+    from strop.store.resolve import only_local
     from tests.fixtures.sources import DATA, fill_store, follow
 
     root = fill_store(tmp_path)
     with follow_store(follow(root)):
-        with only_local_data() as missing, pytest.raises(Exception, match="is not on this machine") as caught:
-            fetch_data_file("org/data", DATA)
+        with only_local() as missing, pytest.raises(Exception, match="is not on this machine") as caught:
+            fetch_data_files("org/data", [DATA])
         assert missing == [f"{DATA} of org/data"]
         assert type(caught.value).__name__ == "RemoteMissing"
-        fetched = fetch_data_file("org/data", DATA)
-        with only_local_data() as missing:
-            assert fetch_data_file("org/data", DATA) == fetched
+        fetched = fetch_data_files("org/data", [DATA])
+        with only_local() as missing:
+            assert fetch_data_files("org/data", [DATA]) == fetched
         assert missing == []
 
 

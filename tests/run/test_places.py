@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
 from strop.io import AtomicDirectory
-from strop.plan.known import find_checkpoint, find_model
+from strop.plan.known import find_checkpoint
 from strop.record import RunDir
 from strop.rollout import Split
 from strop.run.export import export_checkpoint as export_model
@@ -19,7 +19,8 @@ from strop.run.export import prove_loading
 from strop.run.inference import read_setup
 from strop.run.runs import RunPhase, summarize_runs
 from strop.spec import load_spec
-from strop.store.models import SUBSTITUTES, converted_path, get_model
+from strop.store.models import SUBSTITUTES, find_model, get_model
+from strop.store.packages import converted_path
 from tests.conftest import require_system_part
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -278,7 +278,7 @@ def test_staging_into_s3_goes_on_after_a_kill_of_the_store(
     resolved = load_spec(local_run, [f"store.uri={s3_root}"])
     proxy.once("500", "PUT", r"tokenizer\.json$", times=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("strop.store.s3_client.RetryRules.pause_s", lambda self, attempt_index: 0.0)
+        patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.0)
         with pytest.raises(RemoteUnreachable, match=r"tokenizer\.json could not be sent"):
             stage_run(resolved)
     proxy.spoil = lambda exchange: None

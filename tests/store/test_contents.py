@@ -25,13 +25,8 @@ def fill(root: str, folder: Path) -> None:
     store = open_store(root)
     store.put(write_model(folder / "m"), f"{root}/models/org/mine")
     store.put(write_files(folder / "step", {"model/w.bin": b"12345"}), f"{root}/checkpoints/job/run_step5")
-    store.put(
-        write_files(folder / "t", {"metrics.jsonl": b"{}\n"}) / "metrics.jsonl",
-        f"{root}/checkpoints/job/traces/metrics.jsonl",
-    )
-    store.put(
-        write_files(folder / "o", {"order.txt": b"1\n2\n"}) / "order.txt", f"{root}/curricula/order.txt"
-    )
+    for name in ("checkpoints/job/traces/metrics.jsonl", "curricula/order.txt"):
+        store.put_file(write_files(folder / "t", {name: b"1\n"}) / name, f"{root}/{name}")
 
 
 def show(root: str | None = None) -> dict[str, tuple[str, int]]:

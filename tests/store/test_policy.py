@@ -11,15 +11,9 @@ import pytest
 from strop.errors import ConfigError, HubUnreachable, RemoteMissing
 from strop.io.variables import set_variables
 from strop.spec import StoreSpec
-from strop.store import (
-    fetch_data_file,
-    fetch_data_source,
-    follow_store,
-    get_model,
-    open_store,
-    read_policy,
-)
-from strop.store.data_files import collect_data_files, find_data, list_data_files
+from strop.store import follow_store, get_model, open_store, read_policy
+from strop.store.data_files import collect_data_files, fetch_data_files, list_data_files, locate_named
+from strop.store.resolve import only_local
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, follow
 from tests.store.contract_suite import write_files
@@ -62,10 +56,10 @@ def test_the_store_comes_first(filled_store: str) -> None:
     with only_connects_to() as attempts, follow_store(follow(filled_store)), collect_data_files() as files:
         model = get_model("org/tiny")
         assert model.source == "store"
-        assert fetch_data_file("org/data", DATA).read_bytes() == b'{"x": 1}\n'
+        assert fetch_data_files("org/data", [DATA])[0].read_bytes() == b'{"x": 1}\n'
         assert get_model("org/tiny") == model
     assert attempts == []
-    assert [(file.source, file.name, file.origin) for file in files] == [("org/data", DATA, "store")]
+    assert [(file.source, file.name) for file in files] == [("org/data", DATA)]
 
 
 def test_what_the_store_lacks_is_asked_of_the_hub_and_said(filled_store: str) -> None:
@@ -73,8 +67,8 @@ def test_what_the_store_lacks_is_asked_of_the_hub_and_said(filled_store: str) ->
         with pytest.raises(HubUnreachable):
             get_model("org/absent")
         assert len(attempts) == 1
-        with pytest.raises(HubUnreachable, match=r"in neither place: .*datasets/org/absent.* is unreachable"):
-            fetch_data_file("org/absent", DATA)
+        with pytest.raises(HubUnreachable, match=r"datasets/org/absent.* is unreachable"):
+            fetch_data_files("org/absent", [DATA])
         assert len(attempts) > 1
 
 
@@ -82,10 +76,10 @@ def test_store_only_asks_no_hub(filled_store: str) -> None:
     with only_connects_to() as attempts, follow_store(follow(filled_store, "store-only")):
         assert get_model("org/tiny").source == "store"
         for _ in range(2):
-            with pytest.raises(RemoteMissing, match="models/org/absent is not in the store"):
+            with pytest.raises(RemoteMissing, match="models/org/absent"):
                 get_model("org/absent")
         with pytest.raises(RemoteMissing, match="datasets/org/absent"):
-            fetch_data_file("org/absent", DATA)
+            fetch_data_files("org/absent", [DATA])
         with pytest.raises(RemoteMissing, match="datasets/org/absent"):
             list_data_files("org/absent")
     assert attempts == []
@@ -96,12 +90,12 @@ def test_hub_first_falls_back_to_the_store(filled_store: str) -> None:
         assert get_model("org/tiny").source == "store"
         num_for_model = len(attempts)
         assert num_for_model >= 1
-        assert fetch_data_file("org/data", DATA).is_file()
+        assert fetch_data_files("org/data", [DATA])[0].is_file()
         assert len(attempts) > num_for_model
-        with pytest.raises(HubUnreachable):
+        with pytest.raises(RemoteMissing):
             get_model("org/absent")
         with pytest.raises(RemoteMissing):
-            fetch_data_file("org/absent", DATA)
+            fetch_data_files("org/absent", [DATA])
 
 
 def test_a_model_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:
@@ -115,7 +109,7 @@ def test_a_model_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:
     assert get_model(uri).digest != model.digest
     other = f"{s3_root}/models/none"
     open_store(other).put(write_files(tmp_path / "x", {"a.txt": b"a"}), other)
-    with pytest.raises(ConfigError, match="is not a model directory"):
+    with pytest.raises(RemoteMissing, match=r"config\.json"):
         get_model(other)
     with pytest.raises(RemoteMissing):
         get_model(f"{s3_root}/models/absent")
@@ -123,19 +117,22 @@ def test_a_model_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:
 
 def test_data_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:
     uri = f"{s3_root}/somewhere/data"
-    assert find_data(uri) is None
+    with only_local() as missing, pytest.raises(RemoteMissing):
+        locate_named(uri)
+    assert missing == [uri]
     open_store(uri).put(write_files(tmp_path / "d", {"train.jsonl": b"1", "test.jsonl": b"2"}), uri)
-    folder = fetch_data_source(f"{uri}/")
+    folder = locate_named(f"{uri}/")
     assert (folder / "test.jsonl").read_bytes() == b"2"
-    assert find_data(uri) == folder
     single = f"{uri}/train.jsonl"
-    file = fetch_data_source(single)
+    file = locate_named(single)
     assert (file.suffix, file.read_bytes()) == (".jsonl", b"1")
-    assert find_data(single) == file
-    # An object that strop did not write has no known digest, and is whole all the same.
+    with only_local() as missing:
+        assert (locate_named(uri), locate_named(single)) == (folder, file)
+    assert missing == []
+    # An object that changed means its new content.
     (tmp_path / "d" / "train.jsonl").write_bytes(b"11")
-    open_store(single).sync(tmp_path / "d" / "train.jsonl", single)
-    assert fetch_data_source(single).read_bytes() == b"11"
+    open_store(single).put_file(tmp_path / "d" / "train.jsonl", single)
+    assert locate_named(single).read_bytes() == b"11"
 
 
 def test_variables_are_what_they_were_after_a_block_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

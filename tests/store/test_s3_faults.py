@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import random
 import re
@@ -22,10 +23,11 @@ from strop.errors import (
     StoreError,
 )
 from strop.io.atomic import verify_directory
-from strop.store import s3_client, s3_objects
+from strop.store import s3_client
+from strop.store.contract import StoredObject
 from strop.store.record_store import NUM_FILES_AT_ONCE, RecordStore
-from strop.store.s3_client import S3Settings, open_transfers
-from strop.store.s3_objects import NUM_WHOLE_ATTEMPTS, S3Objects
+from strop.store.s3_client import S3Settings, open_client
+from strop.store.s3_objects import S3Objects
 from strop.store.uris import parse_s3
 from tests.fixtures.object_store import (
     BUCKET,
@@ -42,8 +44,7 @@ from tests.store.contract_suite import FILES, read_files, write_files
 # One part of 5 MiB and a bit of a second one.
 LARGE = random.Random(0).randbytes((5 << 20) + 12_345)
 # What of a fault can happen to a request with a body and an empty reply, and the other way round.
-PUT_FAULTS = tuple(fault for fault in FAULTS if fault not in {"truncated", "wrong-reply"})
-GET_FAULTS = tuple(fault for fault in FAULTS if fault not in {"wrong-request"})
+PUT_FAULTS = tuple(fault for fault in FAULTS if fault != "truncated")
 
 
 def sha256(data: bytes) -> str:
@@ -79,7 +80,7 @@ def test_a_passing_fault_while_parts_are_joined(
     assert stored_bytes(store_address, f"{s3_root}/f") == LARGE
 
 
-@pytest.mark.parametrize("fault", GET_FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("data", [b"small", LARGE], ids=["whole", "parts"])
 def test_a_passing_fault_while_fetching(
     fault: str, data: bytes, proxy: SpoilingProxy, s3_root: str, tmp_path: Path
@@ -102,9 +103,9 @@ def test_a_fault_that_lasts_is_an_error_that_says_so(
     store = RecordStore(make_objects())
     store.put(write_files(tmp_path / "a"), f"{s3_root}/r")
     proxy.once(fault, "GET", r"part%201", times=100)
-    with pytest.raises(RemoteUnreachable, match=r"part 1\.bin .* in 3 attempts"):
+    with pytest.raises(RemoteUnreachable, match=r"part 1\.bin"):
         store.get(f"{s3_root}/r", tmp_path / "b")
-    assert len(proxy.spoilt) == SETTINGS.retries.num_attempts
+    assert len(proxy.spoilt) == SETTINGS.num_attempts
     assert not (tmp_path / "b").exists()
     assert list(tmp_path.rglob("*.partial-*")) == []
     # The same call later fetches the rest only.
@@ -120,7 +121,7 @@ def test_a_fault_that_lasts_while_sending_leaves_no_record(
     store = RecordStore(make_objects())
     write_files(tmp_path / "a", {**FILES, "large.bin": LARGE})
     proxy.once(fault, "PUT", r"partNumber=2", times=100)
-    with pytest.raises(RemoteUnreachable, match=r"large\.bin could not be sent in 3 attempts"):
+    with pytest.raises(RemoteUnreachable, match=r"large\.bin"):
         store.put(tmp_path / "a", f"{s3_root}/r")
     assert stored_bytes(store_address, f"{s3_root}/r/large.bin") is None
     assert stored_bytes(store_address, f"{s3_root}/r/COMPLETE") is None
@@ -146,53 +147,54 @@ def test_a_listing_is_retried_and_goes_over_pages(
     assert len(proxy.spoilt) == 1
 
 
-def test_content_that_is_wrong_every_time_is_refused(
-    proxy: SpoilingProxy, s3_root: str, store_address: str, tmp_path: Path
+@pytest.mark.parametrize("data", [b"small", LARGE], ids=["whole", "parts"])
+def test_a_store_that_lies_about_content_or_size_is_refused(
+    data: bytes, proxy: SpoilingProxy, s3_root: str, tmp_path: Path
 ) -> None:
     objects = make_objects()
-    (tmp_path / "f").write_bytes(LARGE)
-    proxy.once("wrong-request", "PUT", times=100)
-    for data in (b"small", LARGE):
-        (tmp_path / "f").write_bytes(data)
-        with pytest.raises(CorruptRecord, match=f"was sent {NUM_WHOLE_ATTEMPTS} times"):
-            objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
-        assert stored_bytes(store_address, f"{s3_root}/f") is None
-    proxy.spoil = lambda exchange: None
-    objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
+    (tmp_path / "f").write_bytes(data)
+    objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
     stored = objects.find(f"{s3_root}/f")
     assert stored is not None
     proxy.once("wrong-reply", "GET", times=100)
-    with pytest.raises(CorruptRecord, match=f"was fetched {NUM_WHOLE_ATTEMPTS} times"):
+    with pytest.raises(CorruptRecord):
         objects.download(stored, tmp_path / "g", None)
+    proxy.spoil = lambda exchange: None
+    for size_bytes in (stored.size_bytes - 1, stored.size_bytes + 1):
+        listed = StoredObject(uri=stored.uri, size_bytes=size_bytes, version=stored.version)
+        with pytest.raises(CorruptRecord):
+            objects.download(listed, tmp_path / "g", None)
     assert not (tmp_path / "g").exists()
 
 
-def test_an_answer_that_proves_nothing_makes_strop_read_back(
-    proxy: SpoilingProxy, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_did_not_arrive_as_it_was_sent_is_removed(
+    s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As with KMS encryption, where the ETag is not the MD5 of the content.
-    monkeypatch.setattr(S3Objects, "_etag_of", lambda self, content: "of what was encrypted")
-    for name, data, num_requests in (("whole", b"small", 1), ("parts", LARGE, 2)):
-        (tmp_path / "f").write_bytes(data)
-        proxy.seen.clear()
-        make_objects().upload(tmp_path / "f", f"{s3_root}/{name}", sha256(data))
-        methods = [one.method for one in proxy.seen if one.path.endswith(f"/{name}")]
-        assert methods.count("GET") == num_requests
+    """A compatible service that takes half a body, and checks no checksum."""
+    objects, uri = make_objects(), f"{s3_root}/f"
+    (tmp_path / "f").write_bytes(b"whole")
+    client = open_client(SETTINGS)
+    real = client.upload_fileobj
+    monkeypatch.setattr(
+        client, "upload_fileobj", lambda file, *place, **more: real(io.BytesIO(file.read(2)), *place, **more)
+    )
+    with pytest.raises(CorruptRecord):
+        objects.upload(tmp_path / "f", uri, sha256(b"whole"))
+    assert objects.find(uri) is None
 
 
 def test_what_is_missing_or_forbidden_is_asked_for_once(
     proxy: SpoilingProxy, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = make_objects()
-    with pytest.raises(RemoteMissing, match="there is no such object"):
+    with pytest.raises(RemoteMissing, match="absent"):
         objects.read(f"{s3_root}/absent")
     assert len(proxy.seen) == 1
-    with pytest.raises(RemoteMissing, match="its bucket does not exist"):
+    with pytest.raises(RemoteMissing, match="no-such-bucket"):
         objects.write("s3://no-such-bucket/x", b"x")
     assert len(proxy.seen) == 2
-    monkeypatch.setattr(s3_client, "_status_of", lambda error: 403)
-    monkeypatch.setattr(s3_client, "_code_of", lambda error: "AccessDenied")
-    with pytest.raises(RemoteDenied, match=r"could not be read: the store refuses us.*Next: set AWS_PROFILE"):
+    proxy.once("403", "GET")
+    with pytest.raises(RemoteDenied, match="absent"):
         objects.read(f"{s3_root}/absent")
     assert len(proxy.seen) == 3
 
@@ -205,8 +207,15 @@ def test_an_object_that_changes_while_it_is_fetched_is_never_joined_from_two(
     objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
     stored = objects.find(f"{s3_root}/f")
     assert stored is not None
-    ask_store(store_address, "PUT", f"{s3_root}/f".removeprefix("s3:/"), b"z" * len(LARGE))
-    with pytest.raises(StoreError, match="changed while it was fetched"):
+
+    def spoil(exchange: Exchange) -> str | None:
+        # Between the question for its size and that for its bytes.
+        if exchange.method == "GET":
+            ask_store(store_address, "PUT", f"{s3_root}/f".removeprefix("s3:/"), b"z" * len(LARGE))
+        return None
+
+    proxy.spoil = spoil
+    with pytest.raises(StoreError):
         objects.download(stored, tmp_path / "g", None)
 
 
@@ -222,13 +231,13 @@ def test_a_file_that_changes_while_it_is_sent_is_refused(
         return None
 
     proxy.spoil = spoil
-    with pytest.raises(StoreError, match="changed while it was sent"):
+    with pytest.raises(StoreError, match="changed"):
         RecordStore(make_objects()).put(tmp_path / "a", f"{s3_root}/r")
     assert stored_bytes(store_address, f"{s3_root}/r/f") is None
 
 
 @pytest.mark.parametrize("calculation", ["when_supported", "when_required"])
-def test_parts_carry_a_crc_unless_the_service_knows_none(
+def test_parts_carry_a_checksum_unless_the_service_knows_none(
     calculation: str, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", calculation)
@@ -236,32 +245,8 @@ def test_parts_carry_a_crc_unless_the_service_knows_none(
     uri = f"{s3_root}/{calculation}"
     make_objects().upload(tmp_path / "sent", uri, sha256(LARGE))
     place = parse_s3(uri)
-    head = open_transfers(SETTINGS).client.head_object(
-        Bucket=place.bucket, Key=place.key, ChecksumMode="ENABLED"
-    )
-    assert ("ChecksumCRC32" in head) is (calculation == "when_supported")
-
-
-def test_uploads_that_a_kill_left_are_given_up_after_a_day(
-    s3_root: str, store_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "f").write_bytes(LARGE)
-    path = f"{s3_root}/f".removeprefix("s3:/")
-    begun = ask_store(store_address, "POST", f"{path}?uploads")[1]
-    upload_id = re.search(rb"<UploadId>(.+?)</UploadId>", begun)
-    assert upload_id is not None
-
-    def is_open() -> bool:
-        return upload_id[1] in ask_store(store_address, "GET", f"/{BUCKET}?uploads")[1]
-
-    # moto 5.2.5 says of every upload that it began in 2010: some 5e8 seconds ago.
-    monkeypatch.setattr(s3_objects, "ORPHAN_AGE_S", 1e10)
-    make_objects().upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
-    assert is_open()
-    monkeypatch.undo()
-    use_store(monkeypatch, store_address)
-    make_objects().upload(tmp_path / "f", f"{s3_root}/f", sha256(LARGE))
-    assert not is_open()
+    head = open_client(SETTINGS).head_object(Bucket=place.bucket, Key=place.key, ChecksumMode="ENABLED")
+    assert ("ChecksumSHA256" in head) is (calculation == "when_supported")
 
 
 def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,21 +259,21 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, store_address: str) -> 
     use_store(monkeypatch, store_address)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    s3_client._make_transfers.cache_clear()
-    with pytest.raises(RemoteDenied, match="Unable to locate credentials"):
+    s3_client._make_client.cache_clear()
+    with pytest.raises(RemoteDenied, match="credentials"):
         S3Objects(s3_client.S3Settings(part_bytes=1 << 20)).read(f"s3://{BUCKET}/x")
 
 
 def test_variables_that_make_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     use_store(monkeypatch, "not an address")
-    with pytest.raises(ConfigError, match="the S3 client cannot be made"):
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
         make_objects().read(f"s3://{BUCKET}/x")
 
 
 def test_without_the_package_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    s3_client._make_transfers.cache_clear()
-    with pytest.raises(ConfigError, match=r"needs the package boto3.*Next: pip install 'strop\[s3\]'"):
+    s3_client._make_client.cache_clear()
+    with pytest.raises(ConfigError, match=r"strop\[s3\]"):
         make_objects().read(f"s3://{BUCKET}/x")
 
 
@@ -312,7 +297,7 @@ def test_a_passing_fault_while_writing_on_a_condition(
 
 
 def test_unfinished_uploads_below_a_prefix_are_given_up(s3_root: str) -> None:
-    client, place = open_transfers(SETTINGS).client, parse_s3(s3_root)
+    client, place = open_client(SETTINGS), parse_s3(s3_root)
     begun = {
         name: client.create_multipart_upload(Bucket=BUCKET, Key=f"{place.key}/{name}")["UploadId"]
         for name in ("mine/a", "mine/deep/b", "mine-not/c")
@@ -333,7 +318,10 @@ from pathlib import Path
 from strop.store import open_store
 verb, uri, path = sys.argv[1:]
 store = open_store(uri)
-store.put(Path(path), uri) if verb == "put" else store.get(uri, Path(path))
+if verb == "get":
+    store.get(uri, Path(path))
+else:
+    (store.put if Path(path).is_dir() else store.put_file)(Path(path), uri)
 """
 
 
@@ -414,7 +402,7 @@ def test_kill_in_the_middle_of_an_object_in_parts(proxy: SpoilingProxy, s3_root:
     run_and_kill(proxy, "PUT", 1, *words, pattern="partNumber=")
     store = RecordStore(make_objects())
     assert not store.exists(f"{s3_root}/large")
-    assert store.put(tmp_path / "a", f"{s3_root}/large").moved == ("a",)
+    store.put_file(tmp_path / "a", f"{s3_root}/large")
     run_and_kill(proxy, "GET", 1, "get", f"{s3_root}/large", str(tmp_path / "b"), pattern="/large$")
     assert not (tmp_path / "b").exists()
     assert [path.name[:10] for path in tmp_path.glob("b.*")] == ["b.partial-"]

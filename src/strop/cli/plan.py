@@ -120,7 +120,7 @@ def _fetch(output: Output, resolved: ResolvedSpec) -> None:
     from strop.plan.known import describe_model
     from strop.spec.judge import role_judges
     from strop.store import follow_store
-    from strop.store.descriptions import fetch_description
+    from strop.store.models import fetch_description
 
     spec = resolved.spec
     judges = [judge.judge_model for judge in role_judges(spec.task)]
@@ -134,9 +134,9 @@ def _fetch(output: Output, resolved: ResolvedSpec) -> None:
 def _measure(output: Output, resolved: ResolvedSpec) -> None:
     """Measure this machine with the run's model, which must be on it."""
     from strop.errors import ConfigError
-    from strop.plan.known import find_model
     from strop.run.doctor import measure_machine
     from strop.run.training import set_threads
+    from strop.store.models import find_model
 
     uri = resolved.spec.model.uri
     model_dir = find_model(uri)

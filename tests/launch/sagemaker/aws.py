@@ -17,12 +17,10 @@ from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients, SiteObjects
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.probe import trust_policy
-from strop.store.s3_client import RetryRules
 from tests.fixtures.object_store import use_store
 from tests.fixtures.sagemaker import FakeSageMaker
 from tests.launch.sagemaker.building import NOON, PROFILE, make_plan, make_request
 
-HASTY = RetryRules(num_attempts=3, first_pause_s=0.01, max_pause_s=0.02)
 ROLE = "strop-execution"
 
 
@@ -73,7 +71,7 @@ def site(store_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     use_store(monkeypatch, store_address)
     prefix = f"{tmp_path.parent.name}/{tmp_path.name}".replace("_", "-")
     profile = SageMakerSite(**{**PROFILE, "prefix": prefix, "endpoint_url": store_address})
-    clients = AwsClients(profile=profile, retries=HASTY, by_service=dict(shared_clients(store_address)))
+    clients = AwsClients(profile=profile, by_service=dict(shared_clients(store_address)))
     fake = FakeSageMaker(now=NOON)
     clients.by_service["sagemaker"] = fake
     objects = SiteObjects(profile)

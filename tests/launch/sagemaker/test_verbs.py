@@ -70,7 +70,7 @@ def test_lau_6_no_answer_is_the_last_known_state(site: Site, tmp_path: Path) -> 
     launcher = launcher_of(site, tmp_path)
     ref = launcher.submit(request_of(site)).ref
     assert launcher.status([ref])[0].state is JobState.QUEUED
-    site.fake.fail_next("list_training_jobs", "ThrottlingException", times=3)
+    site.fake.fail_next("list_training_jobs", "ThrottlingException", times=1)
     status = launcher.status([ref])[0]
     assert (status.state, status.source) == (JobState.QUEUED, StatusSource.LAST_KNOWN)
     assert "sagemaker:ListTrainingJobs" in status.reason

@@ -31,7 +31,7 @@ from strop.launch.sagemaker.status import CloudWatchLogs
 from tests.fixtures.object_store import use_store
 from tests.fixtures.sagemaker import write_log_lines
 from tests.fixtures.small_root import copy_programs, imported
-from tests.launch.sagemaker.aws import HASTY, Site, prepare_account
+from tests.launch.sagemaker.aws import Site, prepare_account
 from tests.launch.sagemaker.building import NOON, PROFILE
 
 AN_ACCOUNT = "123456789012.dkr.ecr.us-east-1.amazonaws.com"
@@ -215,15 +215,15 @@ def test_no_credentials_at_all(store_address: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    clients = AwsClients(profile=SageMakerSite(**{**PROFILE, "endpoint_url": store_address}), retries=HASTY)
+    clients = AwsClients(profile=SageMakerSite(**{**PROFILE, "endpoint_url": store_address}), num_attempts=2)
     with pytest.raises(RemoteDenied, match="no usable credentials"):
         clients.call("sts", "get_caller_identity")
     assert clients.identity() == "the credentials of this environment"
     # And a service that is not there.
     use_store(monkeypatch, "http://127.0.0.1:9")
     profile = SageMakerSite(**{**PROFILE, "endpoint_url": "http://127.0.0.1:9"})
-    with pytest.raises(RemoteUnreachable, match="sts:GetCallerIdentity failed in 3 attempts"):
-        AwsClients(profile=profile, retries=HASTY).call("sts", "get_caller_identity")
+    with pytest.raises(RemoteUnreachable, match="sts:GetCallerIdentity failed in up to 2 attempts"):
+        AwsClients(profile=profile, num_attempts=2).call("sts", "get_caller_identity")
 
 
 def test_without_the_package_the_message_says_what_to_install() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,10 +26,10 @@ from strop.errors import (
 from strop.io.variables import set_variables
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.store.contract import StoredObject
-from strop.store.s3_client import RetryRules
 
 INSTALL = "pip install 'strop[s3]'"
-RETRIES = RetryRules(num_attempts=6, first_pause_s=0.5, max_pause_s=8.0)
+NUM_ATTEMPTS = 6
+"""Attempts of a request, with botocore's pauses."""
 _EXPIRED_CODES = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 )
@@ -68,7 +67,7 @@ class AwsClients:
     """The clients of one site."""
 
     profile: SageMakerSite
-    retries: RetryRules = RETRIES
+    num_attempts: int = NUM_ATTEMPTS
     by_service: dict[str, Any] = field(default_factory=dict)
     """Existing clients by service; tests add a `FakeSageMaker`."""
     _session: Any = None
@@ -88,8 +87,8 @@ class AwsClients:
                 allowed="`strop submit --dry-run`, which works without it",
                 next_step=INSTALL,
             ) from error
-        # `call` retries instead: botocore would retry permanent errors for minutes.
-        config = Config(retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
+        retries = {"total_max_attempts": self.num_attempts, "mode": "standard"}
+        config = Config(retries=retries, connect_timeout=5, read_timeout=60)
         try:
             client = self.session().client(service, config=config, endpoint_url=self.profile.endpoint_url)
         except (BotoCoreError, ValueError) as error:
@@ -125,7 +124,7 @@ class AwsClients:
         return {name: value for name, value in values.items() if value}
 
     def call(self, service: str, operation: str, *, resource: str = "", **arguments: Any) -> Any:
-        """Call an operation, and retry while it is throttled or the service does not answer.
+        """Call an operation; the client repeats it while it is throttled or the service does not answer.
 
         Messages name `resource`. Raises: RemoteDenied with action, resource and identity; RemoteMissing;
             RemoteUnreachable; CheckRefused with the service's message.
@@ -133,16 +132,10 @@ class AwsClients:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
 
-        method = getattr(self.client(service), operation)
-
-        for attempt_index in range(self.retries.num_attempts):
-            try:
-                return method(**arguments)
-            except (BotoCoreError, ClientError, ResponseParserError) as failure:
-                if not may_pass(failure) or attempt_index + 1 == self.retries.num_attempts:
-                    raise self.explain(failure, service, operation, resource) from failure
-            time.sleep(self.retries.pause_s(attempt_index))
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            return getattr(self.client(service), operation)(**arguments)
+        except (BotoCoreError, ClientError, ResponseParserError) as failure:
+            raise self.explain(failure, service, operation, resource) from failure
 
     def explain(self, failure: Exception, service: str, operation: str, resource: str) -> StropError:
         """Return a failure as an error for the user."""
@@ -157,7 +150,7 @@ class AwsClients:
             )
         if may_pass(failure):
             return RemoteUnreachable(
-                f"{where} failed in {self.retries.num_attempts} attempts ({words})",
+                f"{where} failed in up to {self.num_attempts} attempts ({words})",
                 allowed="a service that answers",
                 next_step="wait, then start the same command again: nothing is submitted twice",
             )

@@ -121,7 +121,7 @@ def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Pat
     for name in found.records:
         record_path = incoming / "record" / f"step-{name.step:06d}"
         try:
-            store.get(found.record_uri(name), record_path, replace=True)
+            store.get(found.record_uri(name), record_path)
         except (CorruptRecord, RemoteMissing) as error:
             failures.append(str(error))
             continue

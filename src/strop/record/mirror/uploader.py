@@ -30,7 +30,7 @@ from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, note
 from strop.record.mirror.outbox import PinnedCheckpoint, TraceSender, pin_checkpoint, unpin
 from strop.record.run_dir import RunDir
 from strop.store.record_store import RecordStore
-from strop.store.s3_client import RetryRules, S3Settings
+from strop.store.s3_client import S3Settings
 from strop.store.uris import join_uri
 
 LOOK_EVERY_S = 0.5
@@ -44,9 +44,7 @@ MAX_FLUSH_PAUSE_S = 2.0
 """The same while the trainer waits for the flush."""
 
 
-UPLOAD_SETTINGS = S3Settings(
-    part_bytes=8 << 20, num_connections=4, retries=RetryRules(num_attempts=4, first_pause_s=0.5)
-)
+UPLOAD_SETTINGS = S3Settings(part_bytes=8 << 20, num_connections=4, num_attempts=4)
 """Few parts at once, and few retries, since the outer loop retries."""
 
 

@@ -36,13 +36,12 @@ from strop.rollout import Split
 from strop.spec.offline import DATA_SUFFIXES, is_data_path
 from strop.store.data_files import (
     DataFile,
-    fetch_data_file,
+    fetch_data_files,
     fetch_saved_split,
     list_data_files,
     locate_named,
     note_data_file,
 )
-from strop.store.listed import ARROW_END
 from strop.store.policy import read_policy
 from strop.store.uris import is_remote
 from strop.tasks.answers import to_whole
@@ -52,6 +51,8 @@ Files = Mapping[Split, Sequence[Path]]
 _FOLDERS = ("", "main", "data")
 _STEMS = {Split.TRAIN: ("train",), Split.HELD_OUT: ("test", "validation")}
 """How the names of a split's files begin."""
+_ARROW_END = b"\x00\x00\x00\x00"
+"""An Arrow stream ends in an empty message. Source: 'Encapsulated message format' of Arrow."""
 _STATE = "state.json"
 """In a folder that the datasets library saved: the Arrow files of a split in order."""
 
@@ -173,7 +174,7 @@ def _fetch(source: str, data: DataSet) -> Files:
         # Another data set for evaluation has other files.
         known = [*data.train, *data.held_out] if data.train or source == data.source else []
         chosen = _choose(source, data, known or [*filter(_is_data, list_data_files(source))])
-        return {split: [fetch_data_file(source, file) for file in files] for split, files in chosen.items()}
+        return {split: fetch_data_files(source, files) for split, files in chosen.items()}
 
     faults = ["no file or folder of that name is here"]
     for find in (find_saved, find_named) if read_policy().asks_store_first else (find_named, find_saved):
@@ -231,7 +232,7 @@ def note_files(source: str, folder: Path, name: str = "") -> Path:
     path = folder / name
     for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*"))):
         file_name = file.relative_to(folder).as_posix()
-        note_data_file(DataFile(source=source, name=file_name, path=file, origin="disk"))
+        note_data_file(DataFile(source=source, name=file_name, path=file))
     return path
 
 
@@ -253,7 +254,7 @@ def _read_saved(path: Path) -> list[Table]:
             file = path / entry["filename"]
             data = file.read_bytes()
             # A reader takes a stream that was cut between two batches for a complete one.
-            if not data.endswith(ARROW_END):
+            if not data.endswith(_ARROW_END):
                 raise OSError("it ends before its last row")
             rows += _to_tables(pa.ipc.open_stream(data).read_all())
     except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as error:

@@ -420,5 +420,5 @@ def find_source(source: str, *, setting: str = "sft.source") -> Path:
         state = path / STATE_NAME
         for file in (*([state] if state.exists() else []), *find_rollouts_files(path)):
             name = file.relative_to(path).as_posix()
-            note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
+            note_data_file(DataFile(source=source, name=name, path=file))
     return path
