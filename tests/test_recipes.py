@@ -240,7 +240,7 @@ def test_a_curriculum_is_measured_staged_and_trained_from_s3(
     ordered = (folder / "gsm8k-order.jsonl").read_text() + (folder / "math-order.jsonl").read_text()
     assert all(rollout.example.example_id in ordered for rollout in read_rollouts(path))
     # And the run is kept there.
-    assert open_store(s3_root).exists(f"{s3_root}/checkpoints/run/latest.json")
+    assert open_store(s3_root).objects.find(f"{s3_root}/checkpoints/run/latest.json")
 
 
 def plan_on(name: str, model_dir: Path, folder: Path) -> Plan:

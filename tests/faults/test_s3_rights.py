@@ -24,6 +24,7 @@ from tests.fixtures.own_code import own_settings, remove_own_code, write_own_cod
 from tests.launch.sagemaker.building import PROFILE
 from tests.launch.sagemaker.rehearsal import Rehearsal
 from tests.launch.sagemaker.test_emulator import HOST, wait_for_nobody, wait_for_state, wait_until
+from tests.store.test_models import weights
 
 LIMIT_S = 900.0
 """For a training and its mirror: an uploader of the lowest priority has waited minutes for its turn."""
@@ -132,7 +133,7 @@ def test_a_large_file_is_staged_with_the_submitters_printed_rights(
     account.become(monkeypatch, "submitter")
     model, copy = tmp_path / "model", tmp_path / "copy"
     model.mkdir()
-    (model / "model.safetensors").write_bytes(bytes(17 << 20))
+    (model / "model.safetensors").write_bytes(weights(17 << 20))
     store, uri = open_store(root_of(account)), f"{root_of(account)}/models/large"
     store.put(model, uri)
     store.get(uri, copy)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from strop.errors import CheckRefused, StoreError
@@ -29,7 +30,6 @@ from strop.hardware.leases import (
     state_of,
 )
 from strop.hardware.leftovers import find_processes, find_strays
-from strop.io.leftovers import is_process_alive
 from strop.io.lock import FileLock
 from tests.fixtures.jobs import wait_for
 
@@ -286,7 +286,7 @@ def test_a_process_is_itself_until_it_ends() -> None:
         process.kill()
         # Until it is waited for, its number is there: a zombie, which has ended.
         wait_for(lambda: not who.is_alive())
-        assert is_process_alive(process.pid)
+        assert psutil.pid_exists(process.pid)
     assert identify(process.pid) is None
 
 

@@ -26,7 +26,6 @@ from strop.io.endpoints import (
 )
 from strop.io.leftovers import (
     FOREIGN_AGE_S,
-    is_process_alive,
     partial_path_of,
     process_started_at,
     remove_leftovers,
@@ -246,13 +245,6 @@ def test_the_old_half_of_a_torn_replacement_comes_back(tmp_path: Path) -> None:
 
 def test_no_directory_has_no_leftovers(tmp_path: Path) -> None:
     assert remove_leftovers(tmp_path / "absent") == []
-
-
-def test_processes_are_known_alive_or_dead() -> None:
-    assert is_process_alive(os.getpid())
-    gone = dead_pid()
-    assert not is_process_alive(gone)
-    assert process_started_at(gone) is None
 
 
 @pytest.mark.parametrize("text", ["", "7 (name) S 1\n", "btime\n"])

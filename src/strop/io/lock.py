@@ -3,8 +3,7 @@
 `flock` on a file that is never removed: the kernel releases it when the process dies, kill -9 included, and
 removing the file would let two processes lock two files of one name.
 Not covered: processes forked (not spawned) while the lock is held inherit it.
-The package filelock is not used: in its release 3.18 a waiting process truncates the file and erases the name
-of the holder, and 4.2 falls back to a lock file that outlives its process where there is no flock.
+The package filelock is not used: a waiting process erases the name of the holder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from strop.errors import StoreError
@@ -34,7 +33,6 @@ class LockHolder:
     """Unix seconds."""
 
     def __str__(self) -> str:
-        """Name the holder for a message."""
         return f"process {self.pid} on {self.host}"
 
 
@@ -74,10 +72,10 @@ class FileLock:
                 next_step="keep runs and cache on a local disk (STROP_CACHE moves the cache)",
             ) from error
         self._descriptor = descriptor
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        holder = LockHolder(pid=os.getpid(), host=socket.gethostname(), since=time.time())
         try:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+            os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
         except OSError as error:
             # A full disk: without the name of its holder the lock would be held but unexplained.
             self.release()
@@ -109,9 +107,8 @@ class FileLock:
     def holder(self) -> LockHolder | None:
         """Return the last recorded holder; None if the lock file cannot be read."""
         try:
-            content = json.loads(self.path.read_bytes())
-            return LockHolder(pid=content["pid"], host=content["host"], since=content["since"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return LockHolder(**json.loads(self.path.read_bytes()))
+        except (OSError, ValueError, TypeError):
             return None
 
     def __enter__(self) -> FileLock:

@@ -9,12 +9,11 @@ and `cancel`, `doctor --clean`. `environment` determines which secrets a job has
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from strop.errors import StoreError
 from strop.io.atomic import write_bytes_atomically
@@ -90,7 +89,4 @@ def write_private(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    def open_private(place: Path) -> BinaryIO:
-        return os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-
-    write_bytes_atomically(path, data, open_file=open_private)
+    write_bytes_atomically(path, data, mode=0o600)

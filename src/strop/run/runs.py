@@ -9,9 +9,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError, split_error
 from strop.io import FileLock
-from strop.io.leftovers import is_process_alive
 from strop.record import RunDir
 from strop.record.run_dir import LOCK_NAME, STATE_NAME
 from strop.spec import load_spec
@@ -86,7 +87,7 @@ def find_phase(path: Path) -> RunPhase:
     # The holder is read from the file: an attempt to take the lock could make the run's start fail.
     holder = FileLock(path / LOCK_NAME).holder()
     is_here = holder is not None and holder.host == socket.gethostname()
-    return RunPhase.RUNNING if holder and is_here and is_process_alive(holder.pid) else RunPhase.STOPPED
+    return RunPhase.RUNNING if holder and is_here and psutil.pid_exists(holder.pid) else RunPhase.STOPPED
 
 
 def read_results(run_path: Path) -> list[EvalResult]:

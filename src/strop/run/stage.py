@@ -110,12 +110,10 @@ class _Sender:
         if self.is_check:
             sent = self.store.plan_put(paths, uri)
         else:
-            sent = self.store.put_files(
-                paths,
-                uri,
-                facts={"uri": name, "kind": kind},
-                replace=self.may_replace,
-                is_whole=kind == "model",
+            described = Manifest(files=describe_files(paths), facts={"uri": name, "kind": kind})
+            is_model = kind == "model"
+            sent = self.store.put_described(
+                paths, uri, described, replace=self.may_replace, is_whole=is_model
             )
         manifest = Manifest(files={file: sent.manifest.files[file] for file in paths})
         return _describe(kind, name, uri, manifest, num_moved=len(sent.moved), moved_bytes=sent.moved_bytes)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from strop.errors import RemoteMissing
 from strop.io.atomic import MANIFEST_NAME
-from strop.store.hub import find_snapshot, list_dataset_files, names_in
+from strop.store.hub import list_cached_files, list_dataset_files, names_in
 from strop.store.opening import open_store
 from strop.store.policy import read_policy
 from strop.store.resolve import Wanted, from_store, in_order, is_local, local_copies, resolve
@@ -85,10 +85,9 @@ def list_data_files(source: str) -> tuple[str, ...]:
     def on_hub() -> tuple[str, ...]:
         if not is_local():
             return list_dataset_files(source)
-        folder = find_snapshot(source, None, "dataset")
-        if folder is None:
-            raise RemoteMissing(f"{source} is not in the hub client's cache")
-        return names_in(folder)
+        if names := list_cached_files(source):
+            return names
+        raise RemoteMissing(f"{source} is not in the hub client's cache")
 
     return in_order(source, wanted, None if uri is None else in_store, on_hub)
 

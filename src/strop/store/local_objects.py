@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.errors import CorruptRecord, RemoteDenied, RemoteMissing
+from strop.errors import RemoteDenied, RemoteMissing, StoreError
 from strop.io.atomic import (
     explain_write_failure,
     fsync_directory,
@@ -22,14 +22,12 @@ from strop.io.atomic import (
 from strop.io.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
 from strop.store.contract import StoredObject
-from strop.store.s3_client import missing
+from strop.store.s3_client import altered, missing
 from strop.store.uris import normalize_uri
-
-_CHUNK_BYTES = 1 << 20
 
 
 class LocalObjects:
-    """Files, whose URIs are their paths."""
+    """Files, whose URIs are their paths; see `Objects`."""
 
     def find(self, uri: str) -> StoredObject | None:
         """Stat a file."""
@@ -70,9 +68,8 @@ class LocalObjects:
 
     def write(self, uri: str, data: bytes) -> None:
         """Write a file atomically."""
-        path = Path(uri)
-        make_directory(path.parent)
-        write_bytes_atomically(path, data)
+        make_directory(Path(uri).parent)
+        write_bytes_atomically(Path(uri), data)
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
         """Copy a file atomically, and check its digest."""
@@ -81,8 +78,7 @@ class LocalObjects:
         remove_leftovers(target.parent)
         partial_path = partial_path_of(target)
         try:
-            if _copy(path, partial_path) != sha256:
-                raise _altered(uri)
+            _copy(path, partial_path, uri, sha256)
             os.replace(partial_path, target)
             fsync_directory(target.parent)
         except OSError as error:
@@ -92,20 +88,19 @@ class LocalObjects:
 
     def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
         """Copy a file out."""
+        if (found := self.find(stored.uri)) is None or found.size_bytes != stored.size_bytes:
+            raise (
+                altered(stored.uri, f"it has not {stored.size_bytes} bytes") if found else missing(stored.uri)
+            )
         try:
-            digest = _copy(Path(stored.uri), path)
+            return _copy(Path(stored.uri), path, stored.uri, sha256)
         except OSError as error:
             raise explain_write_failure(error, path) from error
-        if sha256 is not None and digest != sha256:
-            path.unlink(missing_ok=True)
-            raise _altered(stored.uri)
-        return digest
 
     def digest(self, uri: str) -> str | None:
         """Hash the file."""
         try:
-            with Path(uri).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return _hash(Path(uri))
         except OSError as error:
             raise _explain_read(error, uri) from error
 
@@ -120,16 +115,14 @@ class LocalObjects:
         """Remove the directory."""
         path = Path(normalize_uri(uri))
         try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            return
+            if path.exists():
+                shutil.rmtree(path)
         except OSError as error:
             raise explain_write_failure(error, path) from error
 
     def list_folders(self, uri: str) -> Iterator[str]:
         """List the directories that are not empty."""
-        parent = Path(normalize_uri(uri))
-        for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        for path in sorted(Path(normalize_uri(uri)).glob("*/")):
             if path.is_dir() and next(self.list(str(path)), None) is not None:
                 yield path.name
 
@@ -138,39 +131,36 @@ class LocalObjects:
 
     def give_up_uploads(self, uri: str) -> None:
         """Remove partial files of dead writers; living writers remove their own."""
-        root = Path(normalize_uri(uri))
-        for path in [Path(parent) for parent, _, _ in os.walk(root)]:
-            remove_leftovers(path)
+        for parent, _, _ in os.walk(normalize_uri(uri)):
+            remove_leftovers(Path(parent))
 
 
 def _describe(path: Path, stat: os.stat_result) -> StoredObject:
     return StoredObject(uri=str(path), size_bytes=stat.st_size, version=str(stat.st_mtime_ns))
 
 
-def _copy(source: Path, target: Path) -> str:
-    hashed = hashlib.sha256()
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while chunk := reader.read(_CHUNK_BYTES):
-            hashed.update(chunk)
-            writer.write(chunk)
-        writer.flush()
-        os.fsync(writer.fileno())
-    return hashed.hexdigest()
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _explain_read(error: OSError, uri: str) -> Exception:
+def _copy(source: Path, target: Path, uri: str, sha256: str | None) -> str:
+    """Copy a file durably and return its digest. Raises: CorruptRecord if it differs; OSError."""
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+    found = _hash(target)
+    if sha256 not in {None, found}:
+        target.unlink()
+        raise altered(uri, f"its SHA-256 begins {found[:12]}")
+    return found
+
+
+def _explain_read(error: OSError, uri: str) -> StoreError:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return missing(uri)
     return RemoteDenied(
         f"{uri} cannot be read ({error.strerror})",
         allowed="files that this user may read",
         next_step="mend its permissions, or the disk it lies on",
-    )
-
-
-def _altered(uri: str) -> CorruptRecord:
-    return CorruptRecord(
-        f"the SHA-256 of {uri} is wrong",
-        allowed="the content that was promised",
-        next_step="send it anew with `strop stage RUN.toml --replace`, and check the disk",
     )

@@ -52,9 +52,8 @@ class SourcePolicy:
 
         Other launchers leave out the organisation and the revision, so a given revision is not there.
         """
-        own = self.model_uri(name, revision)
         short = self._place("models", name.rpartition("/")[2]) if revision is None else None
-        return tuple(place for place in (own, short) if place is not None)
+        return tuple(filter(None, (self.model_uri(name, revision), short)))
 
     def dataset_uri(self, name: str) -> str | None:
         """Return where the store keeps a data set of a hub, or None without a store."""

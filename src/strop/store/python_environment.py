@@ -29,7 +29,6 @@ STAMP_NAME = "strop-stamp.json"
 KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 """Variables for such an interpreter: container images often forbid Python to keep its bytecode, and then each
 of vLLM's three processes compiles its packages again, 27 s of processor time instead of 13."""
-_SHOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +74,11 @@ class PythonEnvironment:
     def is_ready(self) -> bool:
         """Whether it was completed with exactly these install steps, and its interpreter still exists."""
         try:
-            recorded = json.loads((self.path / STAMP_NAME).read_bytes())
-        except (OSError, ValueError):
+            recorded = json.loads((self.path / STAMP_NAME).read_bytes())["stamp"]
+        except (OSError, ValueError, LookupError, TypeError):
             return False
-        is_complete = isinstance(recorded, dict) and recorded.get("stamp") == self.stamp
         # The interpreter is a link to the Python that made it, which may have been removed since.
-        return is_complete and self.python.exists()
+        return bool(recorded == self.stamp) and self.python.exists()
 
 
 def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], None]) -> Path:
@@ -118,14 +116,11 @@ def find_interpreter(version: tuple[int, int]) -> str:
     Raises: StoreError if there is none.
     """
     word = f"{version[0]}.{version[1]}"
-    # A name on PATH may be a shim that has no such version behind it.
-    paths = [path for path in (shutil.which(f"python{word}"),) if path]
-    pyenv = shutil.which("pyenv")
-    if pyenv is not None:
-        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout.strip()
-        paths += [str(path) for path in sorted(Path(root or "/").glob(f"versions/{word}*/bin/python{word}"))]
-    code = f"import sys, venv; sys.exit(sys.version_info[:2] != {version})"
-    for path in paths:
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    paths = [f"python{word}", *map(str, sorted(root.glob(f"versions/{word}*/bin/python{word}")))]
+    for path in filter(None, map(shutil.which, paths)):
+        # A name on PATH may be a shim that has no such version behind it.
+        code = f"import sys, venv; sys.exit(sys.version_info[:2] != {version})"
         if subprocess.run([path, "-I", "-c", code], capture_output=True, check=False).returncode == 0:
             return path
     raise StoreError(
@@ -152,36 +147,27 @@ def _make(environment: PythonEnvironment) -> None:
         _run([*command, "--overrides", str(overrides), *environment.uv_step], environment)
     if environment.nltk_data is not None:
         # nltk looks for its data in nltk_data of its environment.
-        folder = environment.nltk_data
-        data = next(environment.path.glob(f"lib/python*/site-packages/{folder}"), None)
+        data = next(environment.path.glob(f"lib/python*/site-packages/{environment.nltk_data}"), None)
         if data is None:
-            raise _failed(["ln", "-s", folder, "nltk_data"], environment, "no package has this folder")
+            raise _failed(environment, f"no package has the folder {environment.nltk_data}")
         (environment.path / "nltk_data").symlink_to(data.relative_to(environment.path))
     if environment.first_program is not None:
         _run([python, "-c", environment.first_program], environment)
-    record = {"stamp": environment.stamp, "pip_steps": environment.pip_steps, "uv_step": environment.uv_step}
-    write_bytes_atomically(environment.path / STAMP_NAME, json.dumps(record, indent=1).encode())
+    write_bytes_atomically(environment.path / STAMP_NAME, json.dumps({"stamp": environment.stamp}).encode())
 
 
 def _run(command: list[str], environment: PythonEnvironment) -> None:
+    variables = {**os.environ, **KEEP_BYTECODE}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            env={**os.environ, **KEEP_BYTECODE},
-        )
-    except OSError as error:
-        raise _failed(command, environment, str(error)) from error
-    if done.returncode:
-        raise _failed(command, environment, done.stderr[-_SHOWN_CHARACTERS:])
+        subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, env=variables)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = str(getattr(error, "stderr", ""))[-2000:]
+        raise _failed(environment, f"`{' '.join(command)}` failed: {said or error}") from error
 
 
-def _failed(command: list[str], environment: PythonEnvironment, why: str) -> StoreError:
+def _failed(environment: PythonEnvironment, why: str) -> StoreError:
     return StoreError(
-        f"the environment of {environment.name} could not be made: `{' '.join(command)}` failed ({why})",
+        f"the environment of {environment.name} could not be made ({why})",
         allowed="a machine where pip finds these exact packages",
         next_step="mend what the last line names and start the same command again",
     )

@@ -25,7 +25,6 @@ from strop.io.atomic import (
     FileRecord,
     Manifest,
     explain_write_failure,
-    fsync_directory,
     hash_files,
     is_complete,
     make_directory,
@@ -103,7 +102,6 @@ class RecordStore:
             try:
                 sealed = seal_directory(incoming, facts=manifest.facts, known_sha256=known)
                 publish_directory(incoming, path, replace=True)
-                fsync_directory(path.parent)
             except OSError as error:
                 raise explain_write_failure(error, path) from error
         return Transfer(uri=uri, manifest=sealed, moved=moved)
@@ -123,23 +121,6 @@ class RecordStore:
         """Send like `put`, and replace what is there."""
         return self.put(path, uri, facts=facts, replace=True)
 
-    def put_files(
-        self,
-        paths: Mapping[str, Path],
-        uri: str,
-        *,
-        facts: Mapping[str, Any] | None = None,
-        replace: bool = False,
-        is_whole: bool = False,
-    ) -> Transfer:
-        """Make a record of named files, or add them to an existing record.
-
-        `is_whole`: the record has exactly these files; otherwise its other files stay.
-        Raises: StoreError if the record has such a file with other content, unless `replace` is set.
-        """
-        manifest = Manifest(files=describe_files(paths), facts=dict(facts or {}))
-        return self.put_described(paths, uri, manifest, replace=replace, is_whole=is_whole)
-
     def put_described(
         self,
         paths: Mapping[str, Path],
@@ -150,9 +131,11 @@ class RecordStore:
         is_whole: bool = True,
         before_complete: Callable[[], None] = lambda: None,
     ) -> Transfer:
-        """Send files whose digests are known, as `put_files` does, then the manifest.
+        """Send files that `describe_files` has described, then the manifest.
 
+        `is_whole`: the record has exactly these files; otherwise other files of the one that is there stay.
         `before_complete` is called after the last file; if it raises, COMPLETE is not written.
+        Raises: StoreError if the record has other content, unless `replace` is set.
         """
         old = self.find_manifest(uri)
         if old is not None and not replace:
@@ -184,7 +167,7 @@ class RecordStore:
         self.objects.remove_below(uri)
 
     def plan_put(self, paths: Mapping[str, Path], uri: str) -> Transfer:
-        """Return what `put_files` would send. Sends nothing."""
+        """Return what `put_described` would send. Sends nothing."""
         manifest = Manifest(files=describe_files(paths))
         return Transfer(uri=uri, manifest=manifest, moved=self._names_to_send(uri, manifest, paths))
 
@@ -231,10 +214,6 @@ class RecordStore:
     def list(self, uri: str) -> Iterator[StoredObject]:
         """Yield all objects below a URI."""
         return self.objects.list(uri)
-
-    def exists(self, uri: str) -> bool:
-        """Whether a complete record or an object is there."""
-        return self.find_manifest(uri) is not None or self.objects.find(uri) is not None
 
     def _describe_foreign(self, uri: str) -> Manifest:
         """Describe a folder that another tool filled: its files without digests, and their versions.
