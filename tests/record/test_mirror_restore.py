@@ -15,9 +15,8 @@ from strop.record import RunDir
 from strop.record.mirror.claim import RunIdentity, claim_mirror
 from strop.record.mirror.layout import flush_path, mirror_uri
 from strop.record.mirror.restore import find_remote_run, restore_run
-from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
-from strop.store.record_store import RecordStore
+from strop.store.record_store import Objects, RecordStore
 from tests.fixtures.mirrored import CHANGES, PlayedRun, WatchedObjects, model_bytes
 
 

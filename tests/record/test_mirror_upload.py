@@ -24,9 +24,8 @@ from strop.record.mirror.claim import RunIdentity, claim_mirror, point_to, read_
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, mirror_uri
 from strop.record.mirror.restore import find_remote_run, restore_run
 from strop.record.mirror.uploader import EXIT_ORPHAN, MAX_PAUSE_S
-from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
-from strop.store.record_store import RecordStore
+from strop.store.record_store import Objects, RecordStore
 from tests.fixtures.mirrored import Clock, PlayedRun, WatchedObjects, list_files, model_bytes
 
 

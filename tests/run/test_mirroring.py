@@ -29,10 +29,9 @@ from strop.run.mirroring import Mirroring, continue_from, limit_after_signal, pr
 from strop.run.training import train_here
 from strop.spec import StoreSpec, load_spec
 from strop.store import get_model
-from strop.store.contract import Objects
 from strop.store.opening import open_store
 from strop.store.policy import find_mirror_root, follow_store
-from strop.store.record_store import RecordStore
+from strop.store.record_store import Objects, RecordStore
 from tests.fixtures.attempts import LIMIT_S, Bench, describe_run, start_command, wait_for_end, wait_until
 from tests.fixtures.object_store import Exchange, SpoilingProxy
 from tests.fixtures.tiny_run import Curve, Notes, read_curve

@@ -9,8 +9,8 @@ import pytest
 
 from strop.errors import CorruptRecord, RemoteMissing, StoreError
 from strop.io.atomic import AtomicDirectory, Manifest, read_manifest, verify_directory
-from strop.store.contract import Objects, Transfer
-from strop.store.record_store import INCOMING_SUFFIX, RecordStore, describe_directory, describe_files
+from strop.store.contract import Transfer
+from strop.store.record_store import INCOMING_SUFFIX, Objects, RecordStore, describe_directory, describe_files
 
 FILES = {
     "config.json": b"{}",

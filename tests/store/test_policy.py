@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from strop.errors import ConfigError, HubUnreachable, RemoteMissing
+from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError
 from strop.io.variables import set_variables
 from strop.spec import StoreSpec
 from strop.store import follow_store, get_model, open_store, read_policy
@@ -16,6 +17,7 @@ from strop.store.data_files import collect_data_files, fetch_data_files, list_da
 from strop.store.resolve import only_local
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, follow
+from tests.fixtures.tiny_disk import tiny_disk
 from tests.store.contract_suite import write_files
 from tests.store.test_models import write_model
 
@@ -96,6 +98,26 @@ def test_hub_first_falls_back_to_the_store(filled_store: str) -> None:
             get_model("org/absent")
         with pytest.raises(RemoteMissing):
             fetch_data_files("org/absent", [DATA])
+
+
+def test_a_full_disk_and_a_read_only_home_are_refusals_that_leave_nothing(
+    filled_store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_disk(tmp_path / "home") as home, follow_store(follow(filled_store, "store-only")):
+        for name in ("STROP_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HOME", str(home))
+        rows = write_files(tmp_path / "big", {"train.jsonl": b"x" * (2 << 20)})
+        open_store(filled_store).put(rows, f"{filled_store}/datasets/org/big")
+        with pytest.raises(StoreError, match="disk is full"):
+            fetch_data_files("org/big", ["train.jsonl"])
+        assert not list(home.rglob("train.jsonl*"))
+        assert fetch_data_files("org/data", [DATA])[0].is_file()
+        subprocess.run(["mount", "-o", "remount,ro", str(home)], check=True)
+        with pytest.raises(StoreError, match="STROP_CACHE"):
+            get_model("org/tiny")
+        # A model that is here needs no cache.
+        assert get_model(str(tmp_path / "model")).source == "directory"
 
 
 def test_a_model_in_s3_by_its_uri(s3_root: str, tmp_path: Path) -> None:

@@ -68,9 +68,7 @@ def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     broken = PythonEnvironment(
         folder="parts", name="empty", pip_steps=((str(tmp_path / "no such package"),),)
     )
-    with pytest.raises(
-        StoreError, match="empty"
-    ):
+    with pytest.raises(StoreError, match="empty"):
         ensure_environment(broken, say=said.append)
     assert not marker.exists()
     assert not broken.is_ready()

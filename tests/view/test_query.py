@@ -15,7 +15,7 @@ from strop.errors import ConfigError, CorruptRecord
 from strop.record import RunDir
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.rollouts import read_rollouts, write_rollouts
-from strop.store.contract import Objects
+from strop.store.record_store import Objects
 from strop.store.s3_objects import S3Objects
 from strop.view.places import find_runs
 from tests.conftest import require_system_part

@@ -112,10 +112,8 @@ class FileLock:
             return None
 
     def __enter__(self) -> FileLock:
-        """Wait for the lock."""
         self.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the lock."""
         self.release()

@@ -6,8 +6,6 @@ import netrc
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-_WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-
 
 def has_wandb_key(environ: Mapping[str, str], *, sees_home: bool = True) -> bool:
     """Whether wandb would find a key with these variables, or needs none; otherwise it would prompt.
@@ -18,11 +16,9 @@ def has_wandb_key(environ: Mapping[str, str], *, sees_home: bool = True) -> bool
         return True
     if environ.get("WANDB_MODE", "online") not in ("online", "shared"):
         return True
-    if not sees_home:
-        return False
     own = urlsplit(environ.get("WANDB_BASE_URL", "")).netloc
+    hosts = [own] if own else ["api.wandb.ai", "api.forge.coreweave.com"]
     try:
-        logins = netrc.netrc(environ.get("NETRC"))
+        return sees_home and any(map(netrc.netrc(environ.get("NETRC")).authenticators, hosts))
     except (OSError, netrc.NetrcParseError):
         return False
-    return any(logins.authenticators(host) for host in ([own] if own else _WANDB_HOSTS))

@@ -1,7 +1,6 @@
 """Notices for the user, from deep inside a read to the listener of the context.
 
-A read that returns a path may have to report a model from a substitute source, or a bucket that another tool
-filled. A command listens to everything that it does; a run records the notices as its events.
+A command listens to everything that it does; a run records the notices as its events.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Listener = Callable[[str], None]
-_listener: ContextVar[Listener | None] = ContextVar("listener of notices", default=None)
+_listener: ContextVar[Listener] = ContextVar(
+    "listener of notices", default=logging.getLogger(__name__).warning
+)
 
 
 def tell(notice: str) -> None:
     """Pass a notice to the listener of this context; without one, log it as a warning."""
-    listener = _listener.get()
-    if listener is None:
-        logging.getLogger(__name__).warning(notice)
-    else:
-        listener(notice)
+    _listener.get()(notice)
 
 
 @contextmanager

@@ -30,10 +30,9 @@ def redact(text: str, values: Iterable[str]) -> str:
     The lines of a multi-line value are replaced too. Values under 4 characters stay.
     """
     forms: set[str] = set()
-    for value in values:
-        for part in {value, *(value.splitlines() if "\n" in value else ())}:
-            forms |= {part, repr(part)[1:-1], shlex.quote(part), urllib.parse.quote(part, safe="")}
-            forms |= {json.dumps(part, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)}
+    for part in (part for value in values for part in (value, *value.splitlines())):
+        forms |= {part, repr(part)[1:-1], shlex.quote(part), urllib.parse.quote(part, safe="")}
+        forms |= {json.dumps(part, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)}
     # The longest first, so that no part of a longer form remains.
     for form in sorted(forms, key=len, reverse=True):
         if len(form) >= _MIN_REDACTED_LENGTH:

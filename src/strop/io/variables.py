@@ -28,18 +28,14 @@ def set_variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 def user_cache_dir() -> Path:
     """Return STROP_CACHE, else strop under XDG_CACHE_HOME, else ~/.cache/strop. Creates nothing."""
-    if own := os.environ.get("STROP_CACHE"):
-        return Path(own).expanduser().absolute()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser().absolute() / "strop"
-    return Path.home() / ".cache" / "strop"
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("STROP_CACHE") or f"{shared}/strop").expanduser().absolute()
 
 
 # The level of Python's `logging`, which libraries and strop's servers use, to standard error, which is the
 # role's log. strop's messages to its user are always shown.
 LEVEL_VARIABLE = "STROP_LOG_LEVEL"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_LEVELS = ("debug", "info", "warning", "error")
 
 
 def log_level_of(text: str | None, role: str) -> str | None:
@@ -59,6 +55,6 @@ def log_from(level: str | None) -> None:
     import logging  # Imported here, because it would slow down a plan.
 
     level = level or os.environ.get(LEVEL_VARIABLE)
-    if level in _LEVELS:
+    if level in ("debug", "info", "warning", "error"):
         logging.basicConfig(format=LOG_FORMAT)
         logging.getLogger().setLevel(level.upper())

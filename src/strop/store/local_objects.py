@@ -9,9 +9,10 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from strop.errors import RemoteDenied, RemoteMissing, StoreError
+from strop.errors import RemoteDenied, RemoteMissing
 from strop.io.atomic import (
     explain_write_failure,
     fsync_directory,
@@ -21,34 +22,31 @@ from strop.io.atomic import (
 )
 from strop.io.leftovers import LEFTOVER_PATTERN, partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
-from strop.store.contract import StoredObject
-from strop.store.s3_client import altered, missing
+from strop.store.contract import StoredObject, altered, missing
 from strop.store.uris import normalize_uri
 
 
 class LocalObjects:
-    """Files, whose URIs are their paths; see `Objects`."""
+    """Files, whose URIs are their paths. Safe for several threads; all methods raise StoreErrors."""
 
     def find(self, uri: str) -> StoredObject | None:
-        """Stat a file."""
+        """Return an object's size and version, or None if there is no such object."""
         path = Path(uri)
         return _describe(path, path.stat()) if path.is_file() else None
 
     def list(self, uri: str) -> Iterator[StoredObject]:
-        """Walk a directory; leave out unfinished files."""
+        """Yield all objects below a URI, by name."""
         for path, stat in walk_files(Path(normalize_uri(uri))):
             if LEFTOVER_PATTERN.search(path.name) is None:
                 yield _describe(path, stat)
 
     def read(self, uri: str) -> bytes:
-        """Read a file."""
-        try:
+        """Return a small object. Raises: RemoteMissing."""
+        with _errors_explained(uri):
             return Path(uri).read_bytes()
-        except OSError as error:
-            raise _explain_read(error, uri) from error
 
     def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
-        """Read a file; its version is its digest."""
+        """Return a small object and its version for `write_if`, or None."""
         try:
             data = self.read(uri)
         except RemoteMissing:
@@ -56,7 +54,10 @@ class LocalObjects:
         return data, hashlib.sha256(data).hexdigest()
 
     def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
-        """Write under a lock beside the file; it holds across machines if the file system's locks do."""
+        """Write a small object if it still has this version (None: does not exist); else return False.
+
+        The lock beside the file holds across machines if the file system's locks do.
+        """
         path = Path(uri)
         make_directory(path.parent)
         with FileLock(path.with_name(f".{path.name}.lock")):
@@ -67,70 +68,63 @@ class LocalObjects:
         return True
 
     def write(self, uri: str, data: bytes) -> None:
-        """Write a file atomically."""
+        """Write a small object; it appears whole or not at all."""
         make_directory(Path(uri).parent)
         write_bytes_atomically(Path(uri), data)
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
-        """Copy a file atomically, and check its digest."""
+        """Send a file with this digest, which the store keeps."""
         target = Path(uri)
         make_directory(target.parent)
         remove_leftovers(target.parent)
         partial_path = partial_path_of(target)
         try:
-            _copy(path, partial_path, uri, sha256)
-            os.replace(partial_path, target)
-            fsync_directory(target.parent)
-        except OSError as error:
-            raise explain_write_failure(error, target) from error
+            with _errors_explained(uri):
+                _copy(path, partial_path, uri, sha256)
+                os.replace(partial_path, target)
+                fsync_directory(target.parent)
         finally:
             partial_path.unlink(missing_ok=True)
 
     def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
-        """Copy a file out."""
+        """Write an object to a new local file and return its digest.
+
+        Raises: CorruptRecord if its size is not the stored one, or `sha256` is given and differs.
+        """
         if (found := self.find(stored.uri)) is None or found.size_bytes != stored.size_bytes:
             raise (
                 altered(stored.uri, f"it has not {stored.size_bytes} bytes") if found else missing(stored.uri)
             )
-        try:
+        with _errors_explained(str(path)):
             return _copy(Path(stored.uri), path, stored.uri, sha256)
-        except OSError as error:
-            raise explain_write_failure(error, path) from error
 
     def digest(self, uri: str) -> str | None:
-        """Hash the file."""
-        try:
+        """Return the SHA-256 of an object if the storage knows it without a transfer, else None."""
+        with _errors_explained(uri):
             return _hash(Path(uri))
-        except OSError as error:
-            raise _explain_read(error, uri) from error
 
     def remove(self, uri: str) -> None:
-        """Remove the file."""
-        try:
+        """Remove one object, if it exists."""
+        with _errors_explained(uri):
             Path(uri).unlink(missing_ok=True)
-        except OSError as error:
-            raise explain_write_failure(error, Path(uri)) from error
 
     def remove_below(self, uri: str) -> None:
-        """Remove the directory."""
-        path = Path(normalize_uri(uri))
-        try:
-            if path.exists():
-                shutil.rmtree(path)
-        except OSError as error:
-            raise explain_write_failure(error, path) from error
+        """Remove all objects below a URI, if any."""
+        with _errors_explained(uri):
+            if Path(uri).exists():
+                shutil.rmtree(uri)
 
     def list_folders(self, uri: str) -> Iterator[str]:
-        """List the directories that are not empty."""
+        """Yield the names of the folders directly below a URI that contain objects, if any."""
         for path in sorted(Path(normalize_uri(uri)).glob("*/")):
             if path.is_dir() and next(self.list(str(path)), None) is not None:
                 yield path.name
 
     def begin_upload(self, uri: str) -> None:
-        """Do nothing: a file is written beside its place and renamed."""
+        """Begin an upload in parts that `give_up_uploads` discards: a test of the rights to both."""
 
     def give_up_uploads(self, uri: str) -> None:
-        """Remove partial files of dead writers; living writers remove their own."""
+        """Discard unfinished uploads below a URI: call it as its only writer."""
         for parent, _, _ in os.walk(normalize_uri(uri)):
             remove_leftovers(Path(parent))
 
@@ -156,11 +150,18 @@ def _copy(source: Path, target: Path, uri: str, sha256: str | None) -> str:
     return found
 
 
-def _explain_read(error: OSError, uri: str) -> StoreError:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return missing(uri)
-    return RemoteDenied(
-        f"{uri} cannot be read ({error.strerror})",
-        allowed="files that this user may read",
-        next_step="mend its permissions, or the disk it lies on",
-    )
+@contextmanager
+def _errors_explained(uri: str) -> Iterator[None]:
+    """Raise strop's errors instead of the system's."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise missing(uri) from error
+    except PermissionError as error:
+        raise RemoteDenied(
+            f"{uri} is refused ({error})",
+            allowed="files that this user may read and write",
+            next_step="mend its permissions, or the disk it lies on",
+        ) from error
+    except OSError as error:
+        raise explain_write_failure(error, Path(uri)) from error

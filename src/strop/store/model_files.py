@@ -16,6 +16,7 @@ from strop.io.atomic import (
     digest_of_files,
     hash_files,
     is_complete,
+    make_directory,
     verify_directory,
     write_bytes_atomically,
 )
@@ -125,29 +126,25 @@ def hash_model(path: Path, digest_dir: Path) -> dict[str, str]:
             if "/" not in name and _is_model_file(path / name)
         }
     memory_path = digest_dir / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]}.json"
-    try:
-        remembered = json.loads(memory_path.read_bytes())
-    except (OSError, ValueError):
-        remembered = {}
-    if not isinstance(remembered, dict):
-        remembered = {}
     files = {entry.name: entry.stat() for entry in path.iterdir() if _is_model_file(entry)}
     # ctime too, because a copy may preserve the mtime.
     marks = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in files.items()}
-    unchanged = {
-        name: remembered[name]["sha256"]
-        for name, mark in marks.items()
-        if name in remembered and remembered[name]["mark"] == mark
-    }
-    changed = hash_files(path, sorted(set(marks) - set(unchanged)))
-    sha256_by_name = unchanged | changed
+    try:
+        remembered = json.loads(memory_path.read_bytes())
+        known = {
+            name: remembered[name]["sha256"] for name in marks if remembered[name]["mark"] == marks[name]
+        }
+    except (OSError, ValueError, LookupError, TypeError):
+        known = {}
+    changed = hash_files(path, sorted(marks.keys() - known.keys()))
+    digests = known | changed
     if changed:
-        content = {name: {"mark": marks[name], "sha256": sha256_by_name[name]} for name in marks}
+        content = {name: {"mark": marks[name], "sha256": digests[name]} for name in marks}
         # With a read-only home the next start hashes again; that is no reason to stop this one.
-        with suppress(OSError, StoreError):
-            memory_path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(StoreError):
+            make_directory(memory_path.parent)
             write_bytes_atomically(memory_path, json.dumps(content).encode())
-    return sha256_by_name
+    return digests
 
 
 def _is_model_file(path: Path) -> bool:

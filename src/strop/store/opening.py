@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore
 from strop.store.s3_client import S3Settings
@@ -18,7 +17,7 @@ def open_store(uri: str, settings: S3Settings | None = None) -> RecordStore:
     return RecordStore(open_objects(uri, settings))
 
 
-def open_objects(uri: str, settings: S3Settings | None = None) -> Objects:
+def open_objects(uri: str, settings: S3Settings | None = None) -> LocalObjects | S3Objects:
     """Return the objects of S3, or the files of a disk. Raises: ConfigError for another scheme."""
     require_known_scheme(uri)
     return S3Objects(settings) if is_remote(uri) else LocalObjects()

@@ -37,9 +37,12 @@ from strop.io.atomic import (
 from strop.io.leftovers import partial_path_of, remove_leftovers
 from strop.io.lock import FileLock
 from strop.io.notices import tell
-from strop.store.contract import Objects, StoredObject, Transfer
+from strop.store.contract import StoredObject, Transfer
+from strop.store.local_objects import LocalObjects
+from strop.store.s3_objects import S3Objects
 from strop.store.uris import join_uri, normalize_uri
 
+Objects = LocalObjects | S3Objects
 NUM_FILES_AT_ONCE = 4
 INCOMING_SUFFIX = ".incoming"
 _VERSIONS = "versions"

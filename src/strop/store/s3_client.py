@@ -18,13 +18,12 @@ from typing import Any
 
 from strop.errors import (
     ConfigError,
-    CorruptRecord,
     NoCredentials,
     RemoteDenied,
-    RemoteMissing,
     RemoteUnreachable,
     StoreError,
 )
+from strop.store.contract import altered, missing
 
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _CLIENT_VARIABLES = (
@@ -135,7 +134,7 @@ def _translate(uri: str, doing: str, failure: Exception) -> StoreError:
             next_step="start the same command again: what has arrived is not moved twice",
         )
     if code == "NoSuchBucket" or status == 404:
-        return missing(uri, "its bucket does not exist" if code == "NoSuchBucket" else "")
+        return missing(uri, code or words)
     if status == 412:
         return _changed(uri, doing, failure)
     if status in {0, 401, 403}:
@@ -157,23 +156,4 @@ def _changed(uri: str, doing: str, failure: Exception) -> StoreError:
         f"{uri} changed while it was {doing} ({failure})",
         allowed="one writer at a time, and none while it is read",
         next_step="start the same command again when the writer is done",
-    )
-
-
-def missing(uri: str, cause: str = "") -> RemoteMissing:
-    """Build the error for an object that is not there."""
-    return RemoteMissing(
-        f"{uri} cannot be had: {cause or 'there is no such object'}",
-        allowed="an object or a record that was put there",
-        next_step="check the URI, or send it there with `strop stage RUN.toml`",
-    )
-
-
-def altered(uri: str, cause: str) -> CorruptRecord:
-    """Build the error for an object whose bytes are not those that were promised."""
-    return CorruptRecord(
-        f"{uri} is not what was promised: {cause}",
-        allowed="an object of the promised size and SHA-256",
-        next_step="start the same command again; if that fails, send it anew with `strop stage RUN.toml"
-        " --replace`, for the store or the way to it is at fault",
     )

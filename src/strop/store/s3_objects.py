@@ -16,34 +16,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from strop.errors import RemoteMissing
-from strop.store.contract import StoredObject
-from strop.store.s3_client import S3Settings, altered, code_of, errors_explained, missing, open_client
+from strop.errors import RemoteMissing, StoreError
+from strop.store.contract import StoredObject, altered, missing
+from strop.store.s3_client import S3Settings, code_of, errors_explained, open_client
 from strop.store.uris import parse_s3
 
 _SHA256_KEY = "strop-sha256"
-_GONE = frozenset({"404", "NoSuchKey"})
+_CONDITION_CODES = frozenset({"PreconditionFailed", "412", "ConditionalRequestConflict", "404", "NoSuchKey"})
 _NUM_READS = 3
 """The client repeats requests; a small body that breaks off is asked for again here."""
 
 
 class S3Objects:
-    """Objects under s3:// URIs."""
+    """Objects under s3:// URIs; each method does what that of `LocalObjects` does."""
 
     def __init__(self, settings: S3Settings | None = None) -> None:
         self._settings = settings or S3Settings()
 
     def find(self, uri: str) -> StoredObject | None:
         """Send a HEAD request."""
-        from botocore.exceptions import ClientError
-
-        with errors_explained(uri, "looked up"):
-            try:
+        try:
+            with errors_explained(uri, "looked up"):
                 found = self._client.head_object(**_target(uri))
-            except ClientError as error:
-                if code_of(error) in _GONE:
-                    return None
-                raise
+        except RemoteMissing:
+            return None
         return StoredObject(
             uri=uri,
             size_bytes=found["ContentLength"],
@@ -73,20 +69,18 @@ class S3Objects:
 
     def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
         """Read an object that fits into memory; its version is its ETag."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        with errors_explained(uri, "read"):
-            for num_left in reversed(range(_NUM_READS)):
-                try:
-                    answer = self._client.get_object(**_target(uri))
-                    return answer["Body"].read(), answer["ETag"]
-                except ClientError as error:
-                    if code_of(error) in _GONE:
-                        return None
+        for num_left in reversed(range(_NUM_READS)):
+            try:
+                with errors_explained(uri, "read"):
+                    body = self._client.get_object(**_target(uri))
+            except RemoteMissing:
+                return None
+            try:
+                with errors_explained(uri, "read"):
+                    return body["Body"].read(), body["ETag"]
+            except StoreError:
+                if not num_left:
                     raise
-                except BotoCoreError:
-                    if not num_left:
-                        raise
         raise AssertionError("the last attempt returns or raises")
 
     def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
@@ -101,8 +95,8 @@ class S3Objects:
                     **_target(uri), Body=data, Metadata={_SHA256_KEY: sha256}, **condition
                 )
             except ClientError as error:
-                # 404: the object was removed. 409: another request for it is running.
-                if code_of(error) not in {"PreconditionFailed", "412", "ConditionalRequestConflict", *_GONE}:
+                # The object was removed, or another request for it is running.
+                if code_of(error) not in _CONDITION_CODES:
                     raise
                 # An earlier attempt may have succeeded without its answer arriving.
                 return self.digest(uri) == sha256

@@ -10,9 +10,9 @@ from strop.errors import ConfigError, StoreError
 from strop.record.files import DirectoryRecord, RecordFiles, StoreRecord
 from strop.record.mirror.layout import TRACES
 from strop.record.run_dir import STATE_NAME
-from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.opening import open_objects
+from strop.store.record_store import Objects
 from strop.view.live import METRICS, LiveRun
 
 OpenJob = Callable[[str], tuple[str, RecordFiles]]
