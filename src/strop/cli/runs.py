@@ -97,7 +97,7 @@ def list_runs(
 
 
 def _list_store(output: Output, uri: str, *, is_json: bool) -> None:
-    from strop.store.contents import list_contents
+    from strop.store.opening import list_contents
 
     contents = list_contents(uri)
     if is_json:

@@ -51,8 +51,7 @@ Files = Mapping[Split, Sequence[Path]]
 _FOLDERS = ("", "main", "data")
 _STEMS = {Split.TRAIN: ("train",), Split.HELD_OUT: ("test", "validation")}
 """How the names of a split's files begin."""
-_ARROW_END = b"\x00\x00\x00\x00"
-"""An Arrow stream ends in an empty message. Source: 'Encapsulated message format' of Arrow."""
+_ARROW_END = bytes(4)  # An empty message ends an Arrow stream ('Encapsulated message format').
 _STATE = "state.json"
 """In a folder that the datasets library saved: the Arrow files of a split in order."""
 
