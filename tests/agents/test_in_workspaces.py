@@ -16,7 +16,8 @@ from strop.spec.reader import load_spec
 from strop.tasks import Task, build_task
 from tests.environments.test_repair import PROCESS, make, repository
 from tests.environments.test_worlds import play_here as play
-from tests.fixtures.gpus import MakeGpus, fake_gpu
+from tests.fixtures.devices import whole
+from tests.fixtures.gpus import MakeGpus
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 __all__ = ["repository"]
@@ -158,7 +159,7 @@ def test_what_could_not_act_there_is_refused(tmp_path: Path, words: list[str], e
 def test_a_program_has_the_gpus_for_environments(
     tmp_path: Path, repository: Path, agent: Path, gpus_of: MakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus_of([fake_gpu(index) for index in range(3)])
+    gpus_of([whole(index, 79) for index in range(3)])
     monkeypatch.setenv("STROP_ENV_DEVICES", "1")
     show = "ls /dev | grep -E '^nvidia[0-9]'; echo sees $CUDA_VISIBLE_DEVICES"
     rollout = play(tmp_path, make_with(tmp_path, repository, agent), show, "done")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from strop.hardware import Gpu
 from tests.fixtures.commands import Run
-from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.nvml import install_fake_nvml, use_nvml
 
 RUN = 'name = "x"\nmodel.uri = "Qwen/Qwen2.5-0.5B"\ntask.name = "arithmetic"\n'
 SFT = 'train.terms = "sft"\nsft.source = "rows.jsonl"\n'
@@ -134,10 +133,9 @@ def test_gpus_that_this_machine_lacks_are_refused_before_submission(
     run: Run, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check found nothing that would stop the job, and the run refused itself."""
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    use_nvml(tmp_path / "bin", monkeypatch)
     gpu = Gpu(index="0", uuid="GPU-0", name="FAKE", memory_bytes=80 << 30, free_memory_bytes=79 << 30)
-    install_fake_nvidia_smi(tmp_path / "bin", [gpu])
+    install_fake_nvml(tmp_path / "bin", [gpu])
     ended = run(*command, "--on", "local", "job.gpus=2")
     assert ended.code == 76
     assert "gpus: 2 GPUs are asked for and this machine has 1 GPUs" in ended.err

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from strop.cluster.ray.deaths import DeathWatch, RunningRole
@@ -20,7 +21,7 @@ from strop.cluster.ray.node import OBJECT_STORE_BYTES
 from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart
 from strop.cluster.ray.runtime import RayHead
 from strop.errors import CheckRefused, EngineError, EngineLost
-from strop.hardware.ports import LOOPBACK, read_listening_ports
+from strop.hardware.ports import LOOPBACK
 from strop.spec.layout import RoleKind, RoleSlot
 from strop.store import ModelHandle
 from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until
@@ -147,11 +148,12 @@ def test_everything_is_as_it_was_set(scene: Scene) -> None:
 
 def test_sec_3_ray_listens_on_loopback_alone_and_wants_the_token(scene: Scene) -> None:
     mine = descendants(launcher_of(scene.head))
-    ports = [port for port in read_listening_ports() if port.pid in mine]
-    assert len(ports) >= 3
-    assert {port.host.removeprefix("::ffff:") for port in ports} == {LOOPBACK}
+    sockets = [entry for entry in psutil.net_connections(kind="tcp") if entry.pid in mine]
+    listening = [entry.laddr for entry in sockets if entry.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 3
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {LOOPBACK}
     # Of its dashboard, nothing: Ray's own default would be port 8265.
-    assert 8265 not in {port.port for port in ports}
+    assert 8265 not in {address.port for address in listening}
     code = (
         "import os, sys; os.environ['RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'] = '0'\n"
         "from ray._raylet import GcsClient\n"

@@ -23,7 +23,8 @@ from strop.spec.task import EnvironmentSection
 from strop.tasks import Task
 from strop.tasks.task import TaskLimits
 from tests.environments.test_worlds import COUNTING, attempt, build, call, tokenizer_of
-from tests.fixtures.gpus import MakeGpus, fake_gpu
+from tests.fixtures.devices import whole
+from tests.fixtures.gpus import MakeGpus
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 TESTS = "import sys; sys.path.insert(0, '.'); import total; assert total.total([2, 3]) == 5"
@@ -352,7 +353,7 @@ def test_the_model_and_the_grader_see_the_gpus_for_environments_and_no_others(
         rollout = play(tmp_path, call("bash", command=SHOW), SUBMIT, task=task)
         return told(rollout)[0], rollout
 
-    gpus_of([fake_gpu(index) for index in range(3)])
+    gpus_of([whole(index, 79) for index in range(3)])
     monkeypatch.setenv("STROP_ENV_DEVICES", "1,2")
     seen, rollout = shown(Cards)
     assert "nvidia1\nnvidia2\nsees GPU-1,GPU-2" in seen

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.hardware.accelerators import ACCELERATORS, find_accelerator, match_gpu, match_gpu_type
+from strop.hardware.accelerators import ACCELERATORS, find_accelerator, match_gpu
 
 FILE = """name = "mine"
 bf16_tflops = 100.0
@@ -19,8 +19,7 @@ link_gb_per_s = 25.0
 
 
 def test_the_table_has_each_name_once_and_a_source_for_it() -> None:
-    assert len({device.name for device in ACCELERATORS}) == len(ACCELERATORS)
-    assert all(device.source for device in ACCELERATORS)
+    assert all((device.name, bool(device.source)) == (name, True) for name, device in ACCELERATORS.items())
     # The reference's figures: 989 TFLOP/s; 3.35 and 4.8 TB/s; 141 GB.
     h100, h200 = find_accelerator("H100"), find_accelerator("h200")
     assert (h100.bf16_tflops, h100.memory_gb_per_s) == (989.0, 3350.0)
@@ -28,7 +27,7 @@ def test_the_table_has_each_name_once_and_a_source_for_it() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=f"tpu.*{ACCELERATORS[-1].name}"):
+    with pytest.raises(ConfigError, match=r"tpu.*mi300x"):
         find_accelerator("tpu")
 
 
@@ -44,9 +43,9 @@ def test_a_file_describes_another_one(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (FILE + "price = 1.0\n", "price"),
-        (FILE.replace("memory_gb = 16.0\n", ""), "memory_gb is missing"),
-        (FILE.replace("16.0", "-1.0"), "memory_gb=-1.0"),
-        (FILE + "learn_frac = 1.5\n", "learn_frac=1.5"),
+        (FILE.replace("memory_gb = 16.0\n", ""), "memory_gb: "),
+        (FILE.replace("16.0", "-1.0"), "memory_gb: "),
+        (FILE + "learn_frac = 1.5\n", "learn_frac: "),
         ("name = ", ""),
     ],
 )
@@ -70,6 +69,11 @@ def test_a_file_that_describes_none_is_refused(tmp_path: Path, text: str, said: 
         ("NVIDIA A10", "a10"),
         ("NVIDIA A10G", "a10g"),
         ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA GeForce RTX 5090", "5090"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
     ],
 )
 def test_the_drivers_names_are_known(driver: str, name: str) -> None:
@@ -78,7 +82,9 @@ def test_the_drivers_names_are_known(driver: str, name: str) -> None:
     assert accelerator.name == name
 
 
-@pytest.mark.parametrize("driver", ["NVIDIA L40", "NVIDIA A10M", "Tesla T4", ""])
+@pytest.mark.parametrize(
+    "driver", ["NVIDIA L40", "NVIDIA A10M", "Tesla T4", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", ""]
+)
 def test_one_that_is_only_alike_is_not_taken_for_it(driver: str) -> None:
     assert match_gpu(driver) is None
 
@@ -95,5 +101,5 @@ def test_one_that_is_only_alike_is_not_taken_for_it(driver: str) -> None:
     ],
 )
 def test_a_schedulers_name_of_a_gpu(name: str, expected: str | None) -> None:
-    accelerator = match_gpu_type(name)
+    accelerator = match_gpu(name)
     assert (None if accelerator is None else accelerator.name) == expected

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -177,50 +178,54 @@ def test_the_lowest_share_of_cpu_time_counts(tmp_path: Path) -> None:
     assert read_cpu_quota([tmp_path / "absent"]) is None
 
 
-MOUNTS = """\
-27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-30 27 0:40 / {root} rw,relatime shared:1 - {kind} server:/export rw,addr=10.0.0.1
-31 27 0:41 / {root}/deep\\040folder rw - fuse.sshfs ada@host:/ rw
-a line of another form
-"""
+def mount(monkeypatch: pytest.MonkeyPatch, *mounts: tuple[Path | str, str]) -> None:
+    """Let the system tell of these places and their file systems."""
+    listed = [SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in mounts]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: listed)
 
 
 @pytest.mark.parametrize(
     ("kind", "is_network"),
     [("nfs4", True), ("lustre", True), ("fuse.juicefs", True), ("xfs", False), ("fuse.ntfs", False)],
 )
-def test_the_innermost_mount_counts(tmp_path: Path, kind: str, is_network: bool) -> None:
-    mounts = MOUNTS.format(root=tmp_path.resolve(), kind=kind)
-    found = describe_disk(tmp_path / "runs" / "not-made-yet", mounts=mounts)
-    assert (found.mount, found.kind, found.is_network) == (str(tmp_path.resolve()), kind, is_network)
+def test_the_innermost_mount_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_network: bool
+) -> None:
+    root = tmp_path.resolve()
+    mount(monkeypatch, ("/", "ext4"), (root, kind), (root / "deep folder", "fuse.sshfs"))
+    found = describe_disk(tmp_path / "runs" / "not-made-yet")
+    assert (found.mount, found.kind, found.is_network) == (str(root), kind, is_network)
     assert (tmp_path / "runs").exists() is False
-    # A space in a mount point is written as an octal number.
     (tmp_path / "deep folder").mkdir()
-    assert describe_disk(tmp_path / "deep folder" / "x", mounts=mounts).kind == "fuse.sshfs"
+    assert describe_disk(tmp_path / "deep folder" / "x").kind == "fuse.sshfs"
     # A name that only begins alike is another place.
-    beside = tmp_path.with_name(f"{tmp_path.name}-beside")
-    assert describe_disk(beside, mounts=mounts).mount == "/"
+    assert describe_disk(tmp_path.with_name(f"{tmp_path.name}-beside")).mount == "/"
 
 
 @pytest.mark.parametrize(
     ("place", "kind"), [(".", "ext4"), ("homework", "ext4"), ("home/me", "nfs4"), ("tmp/x", "xfs")]
 )
-def test_of_mounts_on_one_place_the_last_is_seen(tmp_path: Path, place: str, kind: str) -> None:
+def test_of_mounts_on_one_place_the_last_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
+) -> None:
     root = tmp_path.resolve()
     for name in ("home", "homework", "tmp"):
         (root / name).mkdir()
-    lines = (("", "ext4"), ("/home", "nfs4"), ("/tmp", "tmpfs"), ("/tmp", "xfs"))
-    mounts = "".join(f"1 0 0:1 / {root}{where} rw - {what} device rw\n" for where, what in lines)
-    assert describe_disk(root / place, mounts=mounts).kind == kind
+    mount(
+        monkeypatch, (root, "ext4"), (root / "home", "nfs4"), (root / "tmp", "tmpfs"), (root / "tmp", "xfs")
+    )
+    assert describe_disk(root / place).kind == kind
 
 
-def test_this_disk_is_described(tmp_path: Path) -> None:
+def test_this_disk_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = describe_disk(tmp_path)
     assert found.total_bytes == shutil.disk_usage(tmp_path).total
+    assert found.mount
     assert tmp_path.resolve().is_relative_to(found.mount)
     assert found.kind in str(found)
     # A system that tells no mounts.
-    found = describe_disk(tmp_path, mounts="")
+    mount(monkeypatch)
+    found = describe_disk(tmp_path)
     assert (found.mount, found.kind, found.is_network) == ("", "", False)
 
 
@@ -263,10 +268,8 @@ def test_a_gpu_decides_by_its_compute_capability(capability: float | None, dtype
 def test_what_the_run_file_asks_for_stays_and_has_its_cost() -> None:
     machine = replace(describe_machine(), cpu_flags=("avx2",))
     measured = Calibration(
-        measured_at=0.0,
         cpu_name=None,
         num_threads=2,
-        torch_version="2",
         gemm_fp32_gflops=90.0,
         gemm_bf16_gflops=1.5,
         copy_gb_per_s=8.0,

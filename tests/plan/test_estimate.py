@@ -59,10 +59,8 @@ MACHINE = Machine(
     gpus=(),
 )
 MEASURED = Calibration(
-    measured_at=0.0,
     cpu_name="c",
     num_threads=4,
-    torch_version="2",
     gemm_fp32_gflops=50.0,
     gemm_bf16_gflops=200.0,
     copy_gb_per_s=8.0,

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused
-from strop.hardware import find_leases, take_lease
+from strop.hardware import preflight, take_lease
 from strop.hardware.gpus import TorchBuild
-from strop.hardware.leases import FOLDER_VARIABLE, LEASE_VARIABLE
-from strop.hardware.preflight import checks
+from strop.hardware.leases import FOLDER_VARIABLE, LEASE_VARIABLE, find_holder
 from strop.record.parts import describe_environment, list_changes
 from strop.run import training
 from strop.run.training import claim_machine, list_parts
@@ -24,8 +23,8 @@ from strop.store import get_model
 from strop.tasks import build_task
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.devices import GIB, whole
-from tests.fixtures.dying_runs import prolific_run
-from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.dying_runs import find_marked, prolific_run
+from tests.fixtures.nvml import install_fake_nvml, use_nvml
 
 __all__ = ["folder", "run"]
 
@@ -34,12 +33,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with leases of its own; the folder of its nvidia-smi."""
+    """A machine with leases of its own; the folder of its NVML."""
     (tmp_path / "runtime").mkdir(mode=0o700)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    use_nvml(tmp_path / "bin", monkeypatch)
     # With a torch that would use them.
-    for module in (training, checks):
+    for module in (training, preflight):
         monkeypatch.setattr(module, "read_torch_build", lambda: TorchBuild(version="2.13.0", cuda="12.6"))
     for name in (VISIBLE, "CUDA_DEVICE_ORDER", LEASE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
@@ -52,34 +51,34 @@ def seen_by_children() -> list[str]:
 
 
 def test_a_training_holds_the_emptiest_gpu_while_it_runs(machine: Path, tmp_path: Path) -> None:
-    install_fake_nvidia_smi(machine, [whole(0, 60), whole(1, 79)])
-    with claim_machine(tmp_path / "first", "1", need_bytes=GIB) as held:
-        (lease,) = find_leases()
-        assert (lease.run, lease.attempt, lease.gpus) == ("first", "1", ("GPU-1",))
-        assert seen_by_children() == ["1", "PCI_BUS_ID", lease.lease_id]
+    install_fake_nvml(machine, [whole(0, 60), whole(1, 79)])
+    with claim_machine(tmp_path / "first", need_bytes=GIB) as held:
+        assert find_holder("GPU-0") is None
+        assert f"process {os.getpid()} " in str(find_holder("GPU-1"))
+        visible, order, lease_id = seen_by_children()
+        assert (visible, order, len(lease_id)) == ("1", "PCI_BUS_ID", 12)
         assert held.devices["roles"] == {"train": {"uuids": ["GPU-1"], "visible": "1"}}
         # Started from this process, a second training belongs to the first: nothing more is taken.
-        with claim_machine(tmp_path / "inner", "1", need_bytes=GIB) as inner:
+        with claim_machine(tmp_path / "inner", need_bytes=GIB) as inner:
             assert (inner.notices, inner.devices) == ((), {})
-            assert find_leases() == [lease]
-    assert find_leases() == []
+    assert find_holder("GPU-1") is None
     assert seen_by_children() == ["unset", "unset", "unset"]
 
 
 def test_a_second_training_takes_another_gpu_and_a_third_is_told_who_has_them(
     machine: Path, tmp_path: Path
 ) -> None:
-    install_fake_nvidia_smi(machine, [whole(0, 60), whole(1, 79)])
-    said = r"GPU-0 .* held by run second, attempt 4, .*held by run first"
+    install_fake_nvml(machine, [whole(0, 60), whole(1, 79)])
+    said = rf"GPU-0 .* held by process {os.getpid()} .*GPU-1 .* held by process {os.getpid()} "
     with (
-        take_lease("first", "1", gpus=["GPU-1"]),
-        claim_machine(tmp_path / "second", "4", need_bytes=GIB),
+        take_lease(["GPU-1"]),
+        claim_machine(tmp_path / "second", need_bytes=GIB),
         pytest.MonkeyPatch.context() as elsewhere,
     ):
         # As in another terminal.
         elsewhere.delenv(LEASE_VARIABLE)
         elsewhere.delenv(VISIBLE)
-        with pytest.raises(CheckRefused, match=said), claim_machine(tmp_path / "third", "1", need_bytes=GIB):
+        with pytest.raises(CheckRefused, match=said), claim_machine(tmp_path / "third", need_bytes=GIB):
             pass
 
 
@@ -87,15 +86,15 @@ def test_a_named_gpu_is_shared_knowingly_and_an_unnamed_one_is_not(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with subprocess.Popen(["sleep", "63"]) as stranger:
-        install_fake_nvidia_smi(machine, [whole(0, 60)], [("GPU-0", stranger.pid, GIB)])
+        install_fake_nvml(machine, [whole(0, 60)], [("GPU-0", stranger.pid, GIB)])
         with (
             pytest.raises(CheckRefused, match=rf"used by process {stranger.pid} \(of \w+: sleep 63\)"),
-            claim_machine(tmp_path / "run", "1", need_bytes=GIB),
+            claim_machine(tmp_path / "run", need_bytes=GIB),
         ):
             pass
         monkeypatch.setenv(VISIBLE, "0,1")
-        install_fake_nvidia_smi(machine, [whole(0, 60), whole(1, 70)], [("GPU-0", stranger.pid, GIB)])
-        with claim_machine(tmp_path / "run", "1", need_bytes=GIB) as held:
+        install_fake_nvml(machine, [whole(0, 60), whole(1, 70)], [("GPU-0", stranger.pid, GIB)])
+        with claim_machine(tmp_path / "run", need_bytes=GIB) as held:
             beyond, shared = held.notices
             assert beyond.startswith("2 GPUs are visible and 1 asked for")
             assert f"used by process {stranger.pid}" in shared
@@ -108,47 +107,48 @@ def test_a_named_gpu_is_shared_knowingly_and_an_unnamed_one_is_not(
 def test_a_training_on_the_cpu_holds_no_gpu(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    install_fake_nvidia_smi(machine, [whole(0, 60)])
+    install_fake_nvml(machine, [whole(0, 60)])
     monkeypatch.setenv(VISIBLE, value)
-    with claim_machine(tmp_path / "run", "1", need_bytes=GIB) as held:
-        assert find_leases()[0].gpus == ()
+    with claim_machine(tmp_path / "run", need_bytes=GIB) as held:
+        assert find_holder("GPU-0") is None
         assert os.environ[VISIBLE] == value
         assert held.notices == ()
 
 
 @pytest.fixture
-def dead_run(machine: Path, tmp_path: Path) -> Iterator[Path]:
-    """The folder of a run that was killed while it had something to clear up."""
-    path = tmp_path / f"claim-{os.getpid()}"
-    path.mkdir()
-    with prolific_run(path.name, path) as (run, _):
-        while not any(path.iterdir()):
-            assert run.poll() is None
+def dead_run(machine: Path) -> Iterator[str]:
+    """What the processes carry in their command line that a killed run has left."""
+    mark = f"claim-{os.getpid()}"
+    with prolific_run(mark) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "started\n"
         run.kill()
         run.wait()
-        yield path
+        yield mark
 
 
-def test_a_start_ends_what_a_dead_run_left_and_says_so(dead_run: Path, tmp_path: Path) -> None:
-    with claim_machine(tmp_path / "next", "1", need_bytes=GIB) as held:
+def test_a_start_ends_what_a_dead_run_left_and_says_so(dead_run: str, tmp_path: Path) -> None:
+    left = find_marked(dead_run)
+    with claim_machine(tmp_path / "next", need_bytes=GIB) as held:
         (notice,) = held.notices
-    assert notice.startswith("a dead run had left something: run prolific, attempt 1, had ended without")
-    assert f"removed {dead_run}/strop-" in notice
+    assert left
+    assert all(str(pid) in notice for pid in left)
+    assert find_marked(dead_run) == []
 
 
 @pytest.mark.slow
 def test_a_training_notes_its_gpu_and_what_it_ended(
-    machine: Path, folder: Path, run: Run, dead_run: Path
+    machine: Path, folder: Path, run: Run, dead_run: str
 ) -> None:
-    install_fake_nvidia_smi(machine, [whole(0, 60)])
+    install_fake_nvml(machine, [whole(0, 60)])
     ended = run("train", "run.toml")
     assert ended.code == 0, ended.err
-    assert "a dead run had left something: run prolific, attempt 1" in ended.err
+    assert "dead runs had left processes" in ended.err
     (attempt,) = (folder / "runs").glob("*/attempts/1/attempt.json")
     devices = json.loads(attempt.read_text())["facts"]["devices"]
     assert devices["roles"] == {"train": {"uuids": ["GPU-0"], "visible": "0"}}
-    assert find_leases() == []
-    install_fake_nvidia_smi(machine, [whole(0, 0)])
+    assert find_holder("GPU-0") is None
+    install_fake_nvml(machine, [whole(0, 0)])
     refused = run("train", "run.toml", "--new")
     assert refused.code == 76
     assert "0.00 GiB free of 80.00 GiB, 0.0" in refused.err

@@ -13,7 +13,7 @@ from benchmarks.rivals import settled_dtype
 from strop.cli import main
 from strop.hardware import describe_machine, read_calibration, take_lease
 from strop.hardware.calibrate import read_efficiency
-from strop.hardware.leases import FOLDER_VARIABLE, LeaseState
+from strop.hardware.leases import FOLDER_VARIABLE
 from strop.kernels import kernel_status
 from strop.run.doctor import (
     EXTRAS,
@@ -25,14 +25,13 @@ from strop.run.doctor import (
     derive_efficiency,
     diagnose,
     find_device_uses,
-    find_holdings,
     make_groups,
     measure_machine,
 )
 from strop.spec import RunSpec
 from tests.fixtures.devices import GIB, divided, whole
-from tests.fixtures.dying_runs import prolific_run
-from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.dying_runs import find_marked, prolific_run
+from tests.fixtures.nvml import install_fake_nvml, use_nvml
 from tests.plan.test_estimate import SIZE
 
 ROOT = Path(__file__).parents[2]
@@ -82,40 +81,40 @@ def test_the_doctor_measures_keeps_it_and_looks_around(
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with leases of its own, a place for nvidia-smi and one for what a run makes."""
+    """A folder with leases of its own, a place for NVML and one for what a run makes."""
     (tmp_path / "runtime").mkdir(mode=0o700)
-    (tmp_path / "marked").mkdir()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    use_nvml(tmp_path / "bin", monkeypatch)
     return tmp_path
 
 
 def test_the_doctor_says_who_has_the_gpus_and_ends_only_leftovers(
     machine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    mark = f"doctor-{os.getpid()}"
     with (
         subprocess.Popen(["sleep", "64"]) as stranger,
-        prolific_run(f"doctor-{os.getpid()}", machine / "marked") as (dead, dead_id),
-        take_lease("living", "2", gpus=["MIG-a"]),
+        prolific_run(mark) as dead,
+        take_lease(["MIG-a"]),
     ):
         gpus = [whole(0, 60), divided(1, "MIG-a")]
-        install_fake_nvidia_smi(machine / "bin", gpus, [("GPU-0", stranger.pid, GIB)])
+        install_fake_nvml(machine / "bin", gpus, [("GPU-0", stranger.pid, GIB)])
         used, held = find_device_uses()
         assert (used.device.uuid, used.holder) == ("GPU-0", None)
-        assert used.users == (f"process {stranger.pid} (of {Path('/proc/self').owner()}: sleep 64)",)
-        assert (held.device.uuid, held.users) == ("MIG-a", ())
-        assert held.holder == f"run living, attempt 2, process {os.getpid()}"
+        (user,) = used.device.users
+        assert (user.pid, user.name) == (stranger.pid, f"of {Path('/proc/self').owner()}: sleep 64")
+        assert (held.device.uuid, held.device.users) == ("MIG-a", ())
+        assert f"process {os.getpid()} " in str(held.holder)
+        assert dead.stdout is not None
+        assert dead.stdout.readline() == "started\n"
         dead.kill()
         dead.wait()
-        states = {one.lease.run: (one.state, bool(one.processes)) for one in find_holdings()}
-        assert states["living"] == (LeaseState.ALIVE, False)
-        assert states["prolific"][0] is LeaseState.DEAD
+        left = find_marked(mark)
         assert main(["doctor", "--clean", "--json"]) == 0
-        (cleared,) = json.loads(capsys.readouterr().out)
-        assert cleared["lease"]["lease_id"] == dead_id
+        ended = {one["ended"] for one in json.loads(capsys.readouterr().out)}
+        assert ended >= {*left} > set()
         assert main(["doctor", "--clean"]) == 0
         assert capsys.readouterr().out == "dead runs have left nothing\n"
-        assert [one.lease.run for one in find_holdings()] == ["living"]
         assert stranger.poll() is None
         stranger.kill()
 
@@ -125,23 +124,17 @@ def test_the_doctors_tables_name_what_is_there(
     machine: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(machine)
-    install_fake_nvidia_smi(machine / "bin", [whole(0, 60), divided(1, "MIG-a")])
-    with (
-        prolific_run(f"tables-{os.getpid()}", machine / "marked") as (dead, dead_id),
-        take_lease("living", "2", gpus=["MIG-a"]),
-    ):
-        dead.kill()
-        dead.wait()
+    install_fake_nvml(machine / "bin", [whole(0, 60), divided(1, "MIG-a")])
+    with take_lease(["MIG-a"]):
         assert main(["doctor"]) == 0
         said = capsys.readouterr()
     rows = [[word.strip() for word in line.split("  ") if word.strip()] for line in said.out.splitlines()]
     # 60 GiB = 64.4 GB, 80 GiB = 85.9 GB.
     assert ["GPU-0", "0", "Test", "64.4 GB", "85.9 GB", "nobody"] in rows
-    assert ["MIG-a", "1, a MIG slice", "Test", "unknown", "10.0 GB"] in [row[:5] for row in rows]
-    assert any(row[:4] == [dead_id, "prolific", "1", "dead"] for row in rows)
-    assert any(row[1:5] == ["living", "2", "alive", "MIG-a"] for row in rows)
+    held = next(row for row in rows if row[:1] == ["MIG-a"])
+    assert held[1:5] == ["1, a MIG slice", "Test MIG 1g.10gb", "10.0 GB", "10.0 GB"]
+    assert held[5].startswith(f"held by process {os.getpid()}")
     assert any(row and row[0] == str(machine / "runs") for row in rows)
-    assert "`strop doctor --clean`" in said.err
 
 
 def derive(timings: Timings) -> tuple[float, float, float, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +13,7 @@ from strop.errors import SandboxRefused
 from strop.runtime import host as of_hosts
 from strop.runtime.contract import StartRequest, State
 from strop.runtime.host import HostSettings, LocalHost
-from strop.sandbox import choose, engine
+from strop.sandbox import choose
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.podman import make_init
 from tests.fixtures.hosts import host_of, workspace_at
@@ -115,8 +115,8 @@ def test_a_node_does_without_an_engine_on_a_shared_disk(
     program.write_text(f"#!/bin/sh\necho {tmp_path}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    mounts = f"32 24 0:28 / {tmp_path} rw - nfs4 server:/export rw\n"
-    monkeypatch.setattr(engine, "require_local", partial(engine.require_local, mounts=mounts))
+    shared = SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: [shared])
     monkeypatch.setattr(of_hosts, "BACKENDS", ("podman", "process"))
     monkeypatch.setattr(of_hosts, "ENGINES", ("podman",))
     monkeypatch.setattr(choose, "_tried", {})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.hardware.identity import read_start_ticks
+from strop.hardware.process import identify
 from strop.sandbox import ExecKind
 from strop.sandbox.daemon import FOLDER_PREFIX
 from strop.sandbox.family import find_descendants, parent_of
@@ -96,7 +96,7 @@ def test_nothing_stays_when_all_are_killed(backend: str, state: str) -> None:
             assert subprocess.run(words, capture_output=True, check=True).stdout == b""
     assert [path for path in of_containers if path.exists()] == []
     # One that only init has not waited for yet has ended.
-    assert [pid for pid in pids if read_start_ticks(pid) is not None] == []
+    assert [pid for pid in pids if identify(pid) is not None] == []
 
 
 @needs_podman

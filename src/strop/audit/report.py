@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from strop.hardware.identity import find_user_name
+from strop.hardware.machine import find_user_name
 from strop.io import user_cache_dir, write_bytes_atomically
 from strop.rollout import Example
 from strop.tasks.failures import FailureCause, sum_up

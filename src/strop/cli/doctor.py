@@ -55,12 +55,13 @@ def doctor(
         abandoned = clear_abandoned()
         if json:
             of_jobs = [{"home": str(home), "removed": ["secrets"]} for home in homes]
-            output.give_json([*map(asdict, cleared), *of_jobs, *({"sandbox": line} for line in abandoned)])
+            ended = [{"ended": pid} for pid in cleared]
+            output.give_json([*ended, *of_jobs, *({"sandbox": line} for line in abandoned)])
             return
         for line in abandoned:
             output.give(line)
-        for leftover in cleared:
-            output.give(str(leftover))
+        for pid in cleared:
+            output.give(f"ended process {pid} of a dead run")
         for home in homes:
             output.give(f"job {home} had ended; removed its secrets")
         if not cleared and not homes and not abandoned:
@@ -73,12 +74,6 @@ def doctor(
     for columns, rows in _tables(diagnosis):
         if rows:
             output.give_table(columns, rows)
-    if any(holding.state == "dead" for holding in diagnosis.holdings):
-        output.say("dead runs have left something; `strop doctor --clean` ends exactly that")
-    for pid, lease_id in diagnosis.strays.items():
-        output.say(
-            f"process {pid} carries lease {lease_id}, which is not there; end it yourself if it is old"
-        )
 
 
 def _tables(diagnosis: Diagnosis) -> list[tuple[tuple[str, ...], list[tuple[object, ...]]]]:
@@ -93,29 +88,18 @@ def _tables(diagnosis: Diagnosis) -> list[tuple[tuple[str, ...], list[tuple[obje
         ("product, float32", f"{speed.gemm_fp32_gflops:.0f} GFLOP/s with {speed.num_threads} threads"),
         ("product, bfloat16", f"{speed.gemm_bf16_gflops:.0f} GFLOP/s with {speed.num_threads} threads"),
         ("copy", f"{speed.copy_gb_per_s:.1f} GB/s"),
-        ("ports", f"{len(diagnosis.ports)} are listened on"),
     ]
     devices: list[tuple[object, ...]] = [
         (
             use.device.uuid,
-            f"{use.device.gpu.index}, a MIG slice" if use.device.is_slice else use.device.gpu.index,
-            use.device.gpu.name,
+            f"{use.device.index}, a MIG slice" if use.device.is_slice else use.device.index,
+            use.device.name,
             _gigabytes(use.device.free_memory_bytes),
             _gigabytes(use.device.memory_bytes),
-            "; ".join([*([f"held by {use.holder}"] if use.holder else []), *use.users]) or "nobody",
+            "; ".join([*([f"held by {use.holder}"] if use.holder else []), *map(str, use.device.users)])
+            or "nobody",
         )
         for use in diagnosis.devices
-    ]
-    leases: list[tuple[object, ...]] = [
-        (
-            holding.lease.lease_id,
-            holding.lease.run,
-            holding.lease.attempt,
-            holding.state.value,
-            ", ".join(holding.lease.gpus) or "none",
-            ", ".join(map(str, holding.processes)) or "none",
-        )
-        for holding in diagnosis.holdings
     ]
     return [
         (("machine", "found"), facts),
@@ -124,7 +108,6 @@ def _tables(diagnosis: Diagnosis) -> list[tuple[tuple[str, ...], list[tuple[obje
             [(check.name, "ok" if check.is_ok else "no", check.detail) for check in diagnosis.checks],
         ),
         (("GPU", "index", "name", "free", "of", "in use by"), devices),
-        (("lease", "run", "attempt", "state", "GPUs", "processes"), leases),
         (("disk", "detail"), [(disk.path, str(disk).partition(": ")[2]) for disk in diagnosis.disks]),
     ]
 

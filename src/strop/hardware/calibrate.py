@@ -17,7 +17,7 @@ from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.io.variables import user_cache_dir
 
 Action = Callable[[], object]
-CALIBRATION_NAME = "hardware.json"
+CALIBRATION_NAME, EFFICIENCY_NAME = "hardware.json", "efficiency.json"
 SMALLEST_GEMM, GEMM_SIZE = 128, 2048
 """Rows and columns of the timed products. Emulated bfloat16 takes half a minute for the largest."""
 COPY_BYTES = 256 << 20
@@ -27,11 +27,8 @@ COPY_BYTES = 256 << 20
 class Calibration:
     """Speeds of one machine, each the best of several tries."""
 
-    measured_at: float
-    """Unix seconds."""
     cpu_name: str | None
     num_threads: int
-    torch_version: str
     gemm_fp32_gflops: float
     """Billions of floating-point operations per second, square float32 product of `GEMM_SIZE` or less."""
     gemm_bf16_gflops: float
@@ -55,10 +52,8 @@ def calibrate_machine(
     source = torch.ones(copy_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     result = Calibration(
-        measured_at=time.time(),
         cpu_name=describe_machine().cpu_name,
         num_threads=torch.get_num_threads(),
-        torch_version=str(torch.__version__),
         gemm_fp32_gflops=measure_gemm("float32", time_limit_s, largest=gemm_size) / 1e9,
         gemm_bf16_gflops=measure_gemm("bfloat16", time_limit_s, largest=gemm_size) / 1e9,
         copy_gb_per_s=copy_bytes / _best_s(lambda: target.copy_(source), time_limit_s) / 1e9,
@@ -122,8 +117,6 @@ def _best_s(action: Action, time_limit_s: float, clock: Callable[[], float] = ti
 
 # Fractions of those speeds that generation and learning reach. They depend on the program, not on the model's
 # size; `strop plan --measure` measures them, and the defaults below name their measurement.
-
-EFFICIENCY_NAME = "efficiency.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,6 @@ the server's, locks may be missing and small writes are slow.
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ NETWORK_KINDS = frozenset(
     )
 )
 """File system types without the prefix of FUSE."""
-_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,25 +45,24 @@ class Disk:
         return f"{self.path}: {room} ({kind}, mounted at {self.mount or '?'})"
 
 
-def describe_disk(path: Path, *, mounts: str | None = None) -> Disk:
-    """Describe the disk of a path, which need not exist yet.
+def describe_disk(path: Path) -> Disk:
+    """Describe the disk of a path, which need not exist yet."""
+    import psutil
 
-    `mounts`: the text of /proc/self/mountinfo; None reads it.
-    """
     existing = nearest_existing(path.resolve())
     usage = shutil.disk_usage(existing)
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mountinfo").read_text()
-        except OSError:
-            mounts = ""
-    mount, kind = _find_mount(existing, mounts)
-    bare = kind.removeprefix("fuse.").removeprefix("fuseblk.")
+    try:
+        mounts = [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+    except (psutil.Error, OSError):
+        mounts = []
+    above = [entry for entry in enumerate(mounts) if existing.is_relative_to(entry[1][0])]
+    # Of equal mount points the last one counts: it was mounted over the others.
+    _, (mount, kind) = max(above, key=lambda entry: (len(entry[1][0]), entry[0]), default=(0, ("", "")))
     return Disk(
         path=str(path),
         mount=mount,
         kind=kind,
-        is_network=bare in NETWORK_KINDS,
+        is_network=kind.removeprefix("fuse.").removeprefix("fuseblk.") in NETWORK_KINDS,
         total_bytes=usage.total,
         free_bytes=usage.free,
     )
@@ -93,18 +90,3 @@ def require_writable(path: Path, purpose: str) -> None:
             allowed="a directory that this user may write to, or one that can be made",
             next_step="mend its permissions, or choose another place for runs (output.root)",
         ) from error
-
-
-def _find_mount(path: Path, mounts: str) -> tuple[str, str]:
-    """Return the mount point and the file system type of a path; see proc_pid_mountinfo(5)."""
-    best = ("", "")
-    for line in mounts.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, kinds = left.split(), right.split()
-        if len(fields) < 5 or not kinds:
-            continue
-        mount = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[4])
-        # Of equal mount points the last one counts: it was mounted over the others.
-        if path.is_relative_to(mount) and len(mount) >= len(best[0]):
-            best = (mount, kinds[0])
-    return best

@@ -1,238 +1,203 @@
-"""GPUs, their MIG slices and the processes on them, as nvidia-smi reports them.
+"""GPUs, their MIG slices and the processes on them, as the driver's library NVML tells of them.
 
 Ids stay strings: an index, a GPU's UUID and a slice's UUID are all names. Unreadable values are None or
-missing, never a plausible guess. If nvidia-smi is missing or fails, there are no GPUs. Its text is parsed
-instead of calling NVML, so that a fake program can replace it in tests.
+missing, never a plausible guess. Without a driver there are no GPUs.
 """
 
 from __future__ import annotations
 
+import queue
 import re
-import shutil
-import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from strop.hardware.identity import describe_process
-from strop.hardware.leftovers import read_lease_id
-
-NVIDIA_SMI = "nvidia-smi"
-NVIDIA_SMI_LIMIT_S = 10.0
-_DEATH_LIMIT_S = 1.0
-_GPU_FIELDS = (
-    *("index", "uuid", "name"),
-    *("memory.total", "memory.free", "mig.mode.current", "driver_version", "compute_cap"),
-)
-_USER_FIELDS = ("gpu_uuid", "pid", "used_memory")
-_GPU_LINE = re.compile(r"GPU (?P<index>\S+): .*\(UUID: (?P<uuid>[^)]+)\)\s*")
-_SLICE_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+(?P<index>\S+): \(UUID: (?P<uuid>[^)]+)\)\s*")
-_PROFILE_GIGABYTES = re.compile(r"\.(\d+)gb")
-"""A profile such as `1g.10gb` or `1g.10gb+me` names its memory, a little more than a program can use."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MigSlice:
-    """A part of a GPU that a program sees as a whole one. A program sees at most one."""
-
-    uuid: str
-    profile: str
-    """Compute and memory, for example `1g.10gb`."""
-    index: str = field(default="", compare=False)
-    """Its position among the slices of its GPU."""
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """The memory in the profile's name; nvidia-smi only reports that of the whole GPU."""
-        match = _PROFILE_GIGABYTES.search(self.profile)
-        return int(match[1]) * 10**9 if match else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """A GPU as reported by nvidia-smi."""
-
-    index: str
-    """Its position in the order of PCI addresses."""
-    uuid: str
-    name: str
-    memory_bytes: int | None
-    free_memory_bytes: int | None = None
-    """Free memory of the whole GPU, also if it is divided into slices."""
-    has_mig: bool = False
-    """Whether it is divided into slices, and only these can be used."""
-    slices: tuple[MigSlice, ...] = ()
-    driver_version: str | None = None
-    compute_capability: float | None = None
-    """For example 8.0 of an A100; None if it is not reported."""
-
-    @property
-    def used_bytes(self) -> int | None:
-        """Memory used by programs and the driver; None if it is not reported."""
-        if self.memory_bytes is None or self.free_memory_bytes is None:
-            return None
-        return self.memory_bytes - self.free_memory_bytes
+NVML_LIMIT_S = 10.0
+_DEV = Path("/dev")
+_CAPABILITIES = Path("/proc/driver/nvidia/capabilities")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuUser:
     """A process that computes on a GPU."""
 
-    gpu_uuid: str
     pid: int
     """In the pid namespace of the driver, which differs from that of a container."""
     memory_bytes: int | None
-    user: str | None
-    command: str | None
-    """Both None if the process is not visible here."""
-    lease_id: str | None = None
-    """The lease of the strop run that it belongs to, if any."""
+    name: str
+    """Its user and command line, as far as they are visible here."""
 
     def __str__(self) -> str:
         """Name it for a message."""
-        shown = (
-            f"of {self.user}: {self.command or 'command unknown'}" if self.user else "not visible from here"
-        )
-        return f"process {self.pid} ({shown})"
-
-
-class Probe(StrEnum):
-    """How nvidia-smi answered."""
-
-    ANSWERED = "answered"
-    MISSING = "missing"
-    """The program is not installed."""
-    FAILED = "failed"
-    """It ended with an error, or not in time."""
+        return f"process {self.pid} ({self.name})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The output of nvidia-smi for one query."""
+class Gpu:
+    """A whole GPU, or a MIG slice: a part that a program sees as a whole one, and sees at most one of."""
 
-    probe: Probe
-    lines: tuple[str, ...] = ()
-    complaint: str = ""
-    """Its error message if it failed."""
+    index: str
+    """Its position in the order of PCI addresses; of a slice that of its GPU."""
+    uuid: str
+    name: str
+    memory_bytes: int | None
+    free_memory_bytes: int | None = None
+    is_slice: bool = False
+    has_mig: bool = False
+    """Whether it is divided into slices, and only these can be used."""
+    slices: tuple[Gpu, ...] = ()
+    users: tuple[GpuUser, ...] = ()
+    driver_version: str | None = None
+    compute_capability: float | None = None
+    """For example 8.0 of an A100."""
+    numbers: tuple[int, ...] = ()
+    """Those of its device file, and of a slice's GPU instance and compute instance."""
+
+    def __str__(self) -> str:
+        """Name it for a message."""
+        kind = "MIG slice" if self.is_slice else "GPU"
+        return f"{kind} {self.uuid} ({self.name}, index {self.index})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuReport:
-    """The GPUs, and how nvidia-smi answered."""
+    """The GPUs of this machine, or why they are unknown."""
 
-    gpus: tuple[Gpu, ...]
-    probe: Probe
+    gpus: tuple[Gpu, ...] = ()
+    has_driver: bool = True
+    """False if there is no NVML: a machine without GPUs, or a container without the driver's tools."""
     complaint: str = ""
+    """Why the driver told nothing."""
+
+    @property
+    def devices(self) -> tuple[Gpu, ...]:
+        """The units of allocation: whole GPUs, and the slices of divided ones."""
+        return tuple(one for gpu in self.gpus for one in (gpu.slices if gpu.has_mig else (gpu,)))
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs with their slices, in the order of PCI addresses. Runs nvidia-smi."""
+    """Return the GPUs with their slices and users, in the order of PCI addresses."""
     return report_gpus().gpus
 
 
 def report_gpus() -> GpuReport:
     """Like `read_gpus`, but distinguish a machine without GPUs from one with a broken driver."""
-    answer = ask_nvidia_smi(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
-    gpus = [gpu for line in answer.lines if (gpu := parse_gpu_line(line)) is not None]
-    if any(gpu.has_mig for gpu in gpus):
-        slices = parse_slices(ask_nvidia_smi("-L").lines)
-        gpus = [replace(gpu, slices=slices.get(gpu.uuid, ())) for gpu in gpus]
-    return GpuReport(gpus=tuple(gpus), probe=answer.probe, complaint=answer.complaint)
+    answers: queue.SimpleQueue[GpuReport] = queue.SimpleQueue()
+    # A call that hangs in a broken driver cannot be ended: its thread must not hold up the process's end.
+    threading.Thread(target=lambda: answers.put(_ask_nvml()), name="strop-nvml", daemon=True).start()
+    try:
+        return answers.get(timeout=NVML_LIMIT_S)
+    except queue.Empty:
+        return GpuReport(complaint=f"NVML did not answer within {NVML_LIMIT_S:g} s")
 
 
-def read_gpu_users() -> tuple[GpuUser, ...]:
-    """Return the computing processes. In a container there may be none, or ids of another namespace."""
-    query = f"--query-compute-apps={','.join(_USER_FIELDS)}"
-    users = []
-    for line in ask_nvidia_smi(query, "--format=csv,noheader,nounits").lines:
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == len(_USER_FIELDS) and parts[1].isdigit():
-            uuid, pid, used = parts[0], int(parts[1]), parts[2]
-            user, command = describe_process(pid)
-            users.append(
-                GpuUser(
-                    gpu_uuid=uuid,
-                    pid=pid,
-                    memory_bytes=_read_mebibytes(used),
-                    user=user,
-                    command=command,
-                    lease_id=read_lease_id(pid),
-                )
-            )
-    return tuple(users)
+def match_devices(entry: str, gpus: Iterable[Gpu]) -> list[Gpu]:
+    """Return what an entry of CUDA_VISIBLE_DEVICES names: an index, or the beginning of a UUID.
 
-
-def parse_gpu_line(line: str) -> Gpu | None:
-    """Parse `index, uuid, name, MiB, MiB, MIG mode, driver, capability`; None for another format.
-
-    '[N/A]' is unknown memory; it is also the MIG mode of a GPU without MIG.
+    A slice's old name, MIG-GPU-UUID/INSTANCE/INSTANCE, names it too.
     """
-    parts = [part.strip() for part in line.split(",")]
-    if len(parts) < len(_GPU_FIELDS):
+    if entry.isdigit():
+        return [gpu for gpu in gpus if gpu.index == entry]
+    named = {}
+    for gpu in gpus:
+        named[gpu.uuid] = gpu
+        for part in gpu.slices:
+            named[part.uuid] = part
+            named["/".join([f"MIG-{gpu.uuid}", *map(str, part.numbers[1:])])] = part
+    matches = {gpu.uuid: gpu for name, gpu in named.items() if name.startswith(entry)}
+    return [named[entry]] if entry in named else list(matches.values())
+
+
+def list_device_files(devices: Iterable[Gpu]) -> list[str]:
+    """Return the device files with which a program can use these devices, and no others.
+
+    A slice is opened by its GPU's file and two of /dev/nvidia-caps. Source: MIG User Guide, 'Device Nodes and
+    Capabilities'. Raises: OSError, LookupError or ValueError if the driver does not tell them.
+    """
+    paths = [_DEV / "nvidiactl", _DEV / "nvidia-uvm"]
+    for device in devices:
+        minor, *instances = device.numbers
+        paths.append(_DEV / f"nvidia{minor}")
+        if instances:
+            folder = _CAPABILITIES / f"gpu{minor}" / "mig" / f"gi{instances[0]}"
+            for place in (folder / "access", folder / f"ci{instances[1]}" / "access"):
+                lines = dict(line.split(":") for line in place.read_text().splitlines() if ":" in line)
+                paths.append(_DEV / "nvidia-caps" / f"nvidia-cap{int(lines['DeviceFileMinor'])}")
+    if lacking := [path for path in paths if not path.is_char_device()]:
+        raise FileNotFoundError(f"{lacking[0]} is no device file")
+    return [str(path) for path in dict.fromkeys(paths)]
+
+
+def describe_process(pid: int) -> str:
+    """Return a process's user and command line, as far as the system shows them."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return f"of {process.username()}: {' '.join(process.cmdline()) or 'command unknown'}"
+    except psutil.Error:
+        return "not visible from here"
+
+
+def _ask_nvml() -> GpuReport:
+    import pynvml as nvml
+
+    def ask(call: Callable[..., Any], *arguments: object) -> Any:
+        """Return None where the driver does not know, or this GPU has failed."""
+        with suppress(nvml.NVMLError):
+            return call(*arguments)
         return None
-    index, uuid, *name, total, free, mig_mode, driver, capability = parts
-    return Gpu(
-        index=index,
-        uuid=uuid,
-        name=", ".join(name),
-        memory_bytes=_read_mebibytes(total),
-        free_memory_bytes=_read_mebibytes(free),
-        has_mig=mig_mode == "Enabled",
-        driver_version=None if driver.startswith("[") else driver,
-        compute_capability=None if capability.startswith("[") else float(capability),
-    )
 
-
-def parse_slices(lines: Sequence[str]) -> dict[str, tuple[MigSlice, ...]]:
-    """Parse the output of `nvidia-smi -L`; return the slices of each divided GPU, by its UUID."""
-    slices: dict[str, tuple[MigSlice, ...]] = {}
-    gpu_uuid = ""
-    for line in lines:
-        if gpu := _GPU_LINE.fullmatch(line):
-            gpu_uuid = gpu["uuid"]
-        elif part := _SLICE_LINE.fullmatch(line):
-            mig_slice = MigSlice(uuid=part["uuid"], profile=part["profile"], index=part["index"])
-            slices[gpu_uuid] = (*slices.get(gpu_uuid, ()), mig_slice)
-    return slices
-
-
-def _read_mebibytes(text: str) -> int | None:
-    return int(text) << 20 if text.isdigit() else None
-
-
-def ask_nvidia_smi(*words: str) -> Answer:
-    """Run nvidia-smi for at most ten seconds."""
-    program = shutil.which(NVIDIA_SMI)
-    if program is None:
-        return Answer(probe=Probe.MISSING)
-    try:
-        process = subprocess.Popen(
-            [program, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    def read(handle: object, index: str, number: Any, *, is_slice: bool) -> Gpu:
+        memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        capability = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        mode = None if is_slice else ask(nvml.nvmlDeviceGetMigMode, handle)
+        has_mig = bool(mode and mode[0])
+        numbers = [number]
+        if is_slice:
+            calls = (nvml.nvmlDeviceGetGpuInstanceId, nvml.nvmlDeviceGetComputeInstanceId)
+            numbers += [ask(call, handle) for call in calls]
+        limit = ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0 if has_mig else 0
+        parts = [ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place) for place in range(limit)]
+        # With slices these are the processes of all, and each slice has its own.
+        running = [] if has_mig else ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+        return Gpu(
+            index=index,
+            uuid=nvml.nvmlDeviceGetUUID(handle),
+            name=ask(nvml.nvmlDeviceGetName, handle) or "unknown",
+            memory_bytes=None if memory is None else int(memory.total),
+            free_memory_bytes=None if memory is None else int(memory.free),
+            is_slice=is_slice,
+            has_mig=has_mig,
+            slices=tuple(read(part, index, number, is_slice=True) for part in parts if part is not None),
+            users=tuple(
+                GpuUser(pid=user.pid, memory_bytes=user.usedGpuMemory, name=describe_process(user.pid))
+                for user in running
+            ),
+            driver_version=driver,
+            compute_capability=None if capability is None else float(".".join(map(str, capability))),
+            numbers=() if None in numbers else tuple(numbers),
         )
-    except OSError as error:
-        return Answer(probe=Probe.FAILED, complaint=str(error))
+
     try:
-        output, errors = process.communicate(timeout=NVIDIA_SMI_LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        process.kill()
-        # With a limit, unlike `subprocess.run`: a process that hangs in the driver does not even die.
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_DEATH_LIMIT_S)
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-        return Answer(probe=Probe.FAILED, complaint=str(error))
-    if process.returncode != 0:
-        complaint = " ".join((errors or output).split()) or f"exit code {process.returncode}"
-        return Answer(probe=Probe.FAILED, complaint=complaint)
-    return Answer(probe=Probe.ANSWERED, lines=tuple(output.splitlines()))
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return GpuReport(
+            has_driver=error.value != nvml.NVML_ERROR_LIBRARY_NOT_FOUND, complaint=f"NVML says: {error}"
+        )
+    driver = ask(nvml.nvmlSystemGetDriverVersion)
+    gpus = []
+    for place in range(ask(nvml.nvmlDeviceGetCount) or 0):
+        handle = ask(nvml.nvmlDeviceGetHandleByIndex, place)
+        # A failed GPU is left out, as nvidia-smi does.
+        with suppress(nvml.NVMLError):
+            gpus.append(read(handle, str(place), ask(nvml.nvmlDeviceGetMinorNumber, handle), is_slice=False))
+    nvml.nvmlShutdown()
+    return GpuReport(gpus=tuple(gpus))
 
 
 # Whether the driver runs what torch was built for, without importing torch.
@@ -242,9 +207,6 @@ OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
 
 Source: CUDA Toolkit release notes, 'Minimum Required Driver Version for CUDA Minor Version Compatibility'.
 """
-_COMPAT_GLOB = "cuda*/compat/**/libcuda.so*"
-"""NVIDIA's forward-compatibility package, which lets newer CUDA run on an older driver."""
-_ASSIGNMENT = r"^{name}(?:\s*:[^=]+)?\s*=\s*(?:'([^']*)'|None)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,26 +230,19 @@ def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
         text = (folder / "version.py").read_text()
     except OSError:
         return None
-    values: dict[str, str | None] = {}
-    for name in ("__version__", "cuda", "hip"):
-        match = re.search(_ASSIGNMENT.format(name=name), text, re.MULTILINE)
-        values[name] = match[1] if match else None
-    return TorchBuild(version=values["__version__"] or "unknown", cuda=values["cuda"], hip=values["hip"])
+    found = dict(re.findall(r"^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text, re.MULTILINE))
+    return TorchBuild(
+        version=found.get("__version__", "unknown"), cuda=found.get("cuda"), hip=found.get("hip")
+    )
 
 
 def explain_misfit(build: TorchBuild, driver_version: str | None) -> str | None:
     """Explain why a driver cannot run torch's CUDA version; None if it can, or if that is unknown."""
     if build.cuda is None or driver_version is None:
         return None
-    major = int(build.cuda.split(".")[0])
     driver = tuple(int(part) for part in driver_version.split(".")[:2] if part.isdigit())
-    oldest = OLDEST_DRIVER.get(major)
+    oldest = OLDEST_DRIVER.get(int(build.cuda.split(".")[0]))
     if oldest is None or not driver or driver >= oldest:
         return None
     needed = ".".join(map(str, oldest))
     return f"driver {driver_version} is older than {needed}, which CUDA {build.cuda} of torch needs"
-
-
-def has_compat_package(root: Path = Path("/usr/local")) -> bool:
-    """Whether NVIDIA's forward-compatibility package is installed."""
-    return any(root.glob(_COMPAT_GLOB))

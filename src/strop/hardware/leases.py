@@ -1,83 +1,48 @@
-"""Leases: which run uses which GPUs, ports and temporary directories of this machine.
+"""Leases: which run has which GPUs of this machine.
 
-A *lease* is a file of this user on this machine that lists the resources of a run and the process that owns
-it. It is valid as long as that process is alive (`identity`). There is no heartbeat and no clock, so a
-stopped clock or a suspended machine ends no lease. `leftovers` cleans up after dead runs.
+A run locks a file for each of its GPUs, named by UUID, and one of its own, named by the lease's id, which
+all its processes carry in their environment. The kernel frees the locks when the process dies, so neither
+clocks, nor process ids, nor heartbeats matter, and containers that share the folder see each other's leases.
 
-Covered: reused process ids, reboots, clocks that jump, a kill at any moment, containers that share the folder
-of leases. Not covered: other machines, each of which has its own leases; other users, whose leases cannot be
-read; a system that removes old files below /tmp, for runs older than that.
+Most processes of a dead run end by themselves: roles die with their parent (`process`), and agents end what
+their roles have left. `clear_leftovers` ends the others: those with the id of a lease that nobody holds, and
+their descendants. Nothing is ever ended by its name, its command line or the resources it uses.
+
+Not covered: other users, whose locks are in a folder of their own, while their processes on a GPU are seen; a
+process that cleared its environment and whose parents have ended.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import shutil
-import socket
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, StoreError
-from strop.hardware.identity import ProcessIdentity, identify, identify_self
-from strop.io.atomic import explain_write_failure, write_bytes_atomically
+from strop.hardware.gpus import describe_process
+from strop.hardware.process import list_running
+from strop.io.atomic import explain_write_failure
 from strop.io.lock import FileLock
+
+if TYPE_CHECKING:
+    from psutil import Process
 
 LEASE_VARIABLE = "STROP_LEASE"
 """Holds the id of a run's lease in the environment of all its processes."""
 USER_FOLDER = Path(f"/tmp/strop-{os.getuid()}")
 FOLDER_VARIABLE = "STROP_RUNTIME_DIR"
 """Overrides the parent folder of leases, which is below /tmp."""
-MARKER_NAME = ".strop-lease"
-"""A file with the id of the lease, in every temporary directory of a run."""
 LOCK_NAME = "lock"
-
-
-class LeaseState(StrEnum):
-    """The state of a lease, as far as this process can tell."""
-
-    ALIVE = "alive"
-    DEAD = "dead"
-    """Its holder has ended, or the machine has booted since."""
-    ELSEWHERE = "elsewhere"
-    """It belongs to another machine, or to a container that seems to have ended; it is left alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lease:
-    """The resources of one attempt of a run on this machine."""
-
-    lease_id: str
-    run: str
-    attempt: str
-    host: str
-    holder: ProcessIdentity
-    """The process that owns the lease; the lease ends with it."""
-    taken_at: float
-    """Unix seconds, for people only."""
-    gpus: tuple[str, ...] = ()
-    """UUIDs of GPUs or of slices."""
-    ports: tuple[int, ...] = ()
-    directories: tuple[str, ...] = ()
-    """Absolute paths of temporary directories, each with the marker."""
-    processes: tuple[ProcessIdentity, ...] = ()
-    """Recorded child processes; all others are found by their environment."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its holder is visible and runs."""
-        return self.holder.is_alive()
-
-    def __str__(self) -> str:
-        """Name it for a message."""
-        return f"run {self.run}, attempt {self.attempt}, process {self.holder.pid}"
+RUN_SUFFIX, GPU_SUFFIX = ".run", ".gpu"
+_END_LIMIT_S = 5.0
+_SETTLE_S = 0.1
+_POLL_S = 0.01
+_NUM_TRIES = 5
 
 
 def leases_dir() -> Path:
@@ -89,157 +54,65 @@ def leases_dir() -> Path:
     return Path(os.environ.get(FOLDER_VARIABLE) or USER_FOLDER) / "leases"
 
 
-class HeldLease:
-    """A lease of this process; a `with` block releases it at the end."""
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The GPUs of a run, until the end of the `with` block of `take_lease` or of this process."""
 
-    def __init__(self, lease: Lease, folder: Path) -> None:
-        self.lease = lease
-        self.is_kept = False
-        """Whether `release` keeps the file, because some processes of the lease could not be ended."""
-        self._folder = folder
-        # Held so that processes in other pid namespaces see that the holder is alive.
-        self._lock = FileLock(lock_path_of(lease, folder))
+    lease_id: str
+    gpus: tuple[str, ...]
 
     @property
     def variables(self) -> Mapping[str, str]:
         """Variables for the environment of every process of the run."""
-        return {LEASE_VARIABLE: self.lease.lease_id}
-
-    def make_directory(self, parent: Path | None = None) -> Path:
-        """Make a private temporary directory that is removed with the lease; by default below TMPDIR.
-
-        Raises: StoreError if it cannot be made.
-        """
-        place = (parent or Path(tempfile.gettempdir())).absolute()
-        path = place / f"strop-{self.lease.lease_id}-{secrets.token_hex(4)}"
-        # Recorded first: a kill in between leaves a record without a directory, never the reverse.
-        self._write(replace(self.lease, directories=(*self.lease.directories, str(path))))
-        try:
-            path.mkdir(mode=0o700)
-            (path / MARKER_NAME).write_text(self.lease.lease_id)
-        except OSError as error:
-            raise explain_write_failure(error, path) from error
-        return path
-
-    def record_process(self, pid: int) -> None:
-        """Record a child by its identity, so that it is found even if it clears its environment."""
-        child = identify(pid)
-        if child is not None:
-            self._write(replace(self.lease, processes=(*self.lease.processes, child)))
-
-    def release(self) -> None:
-        """Remove the directories and the lease. Running processes are left to their parent."""
-        if not self.is_kept:
-            remove_directories(self.lease)
-            forget_lease(self.lease, self._folder)
-        self._lock.release()
-
-    def take(self) -> None:
-        """Write the lease. Raises: StoreError if that fails."""
-        self._lock.acquire()
-        self._write(self.lease)
-
-    def _write(self, lease: Lease) -> None:
-        path = path_of(lease, self._folder)
-        write_bytes_atomically(path, json.dumps(asdict(lease), indent=1).encode())
-        self.lease = lease
-
-    def __enter__(self) -> HeldLease:
-        """Return the lease."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Release it."""
-        self.release()
+        return {LEASE_VARIABLE: self.lease_id}
 
 
-def take_lease(
-    run: str,
-    attempt: str,
-    *,
-    gpus: Sequence[str] = (),
-    ports: Sequence[int] = (),
-    folder: Path | None = None,
-) -> HeldLease:
-    """Take a lease, unless another living run of this user holds one of the GPUs or ports.
+@contextmanager
+def take_lease(gpus: Sequence[str] = ()) -> Iterator[Lease]:
+    """Hold GPUs or slices, given by UUID, inside the block. Running processes are left to their parent.
 
-    Raises: CheckRefused naming the run that holds a GPU or port; StoreError if the folder of leases does not
+    Raises: CheckRefused naming the process that has one of them; StoreError if the folder of leases does not
         belong to this user alone, or cannot be written.
     """
-    place = open_folder(folder or leases_dir())
-    lease = Lease(
-        lease_id=secrets.token_hex(6),
-        run=run,
-        attempt=attempt,
-        host=socket.gethostname(),
-        holder=identify_self(),
-        taken_at=time.time(),
-        gpus=tuple(gpus),
-        ports=tuple(ports),
-    )
-    held = HeldLease(lease, place)
-    with FileLock(place / LOCK_NAME):
-        for other in find_leases(place):
-            shared = [*sorted({*gpus} & {*other.gpus}), *map(str, sorted({*ports} & {*other.ports}))]
-            if shared and state_of(other, place) is LeaseState.ALIVE:
-                raise CheckRefused(
-                    f"{', '.join(shared)} of {lease.host} is held by {other}",
-                    allowed="GPUs and ports that no living run holds",
-                    next_step="wait for that run, end it, or ask for others",
-                )
-        held.take()
-    return held
+    place = open_folder(leases_dir())
+    lease_id = secrets.token_hex(6)
+    with ExitStack() as undo:
+        with FileLock(place / LOCK_NAME):
+            for uuid in sorted(gpus):
+                lock = FileLock(_gpu_path(uuid, place))
+                if not lock.try_acquire():
+                    raise CheckRefused(
+                        f"{uuid} is held by {_describe_holder(lock)}",
+                        allowed="GPUs that no living run holds",
+                        next_step="wait for that run, end it, or ask for others",
+                    )
+                undo.callback(lock.release)
+            own = undo.enter_context(FileLock(place / f"{lease_id}{RUN_SUFFIX}"))
+        yield Lease(lease_id, tuple(gpus))
+        # Otherwise the file stays, and the next `clear_leftovers` ends what has not ended by now.
+        if not find_processes({lease_id}):
+            own.path.unlink(missing_ok=True)
 
 
-def find_leases(folder: Path | None = None) -> list[Lease]:
-    """Return this user's leases on this machine, of living and dead runs."""
-    place = folder or leases_dir()
-    return [lease for path in sorted(place.glob("*.json")) if (lease := _read(path)) is not None]
+def find_holder(uuid: str) -> str | None:
+    """Return a description of the process that has a GPU or slice; None if no run has it."""
+    lock = FileLock(_gpu_path(uuid, leases_dir()))
+    return _describe_holder(lock) if is_locked(lock) else None
 
 
-def find_living(folder: Path | None = None) -> list[Lease]:
-    """Return the leases of living runs, including those in containers that share the folder."""
-    return [lease for lease in find_leases(folder) if state_of(lease, folder) is LeaseState.ALIVE]
-
-
-def find_inherited() -> Lease | None:
-    """Return the living lease in this process's environment; None if there is none."""
+def is_inherited() -> bool:
+    """Whether this process belongs to a run with a living lease."""
     lease_id = os.environ.get(LEASE_VARIABLE)
-    return next((lease for lease in find_living() if lease.lease_id == lease_id), None)
+    return bool(lease_id) and is_locked(FileLock(leases_dir() / f"{lease_id}{RUN_SUFFIX}"))
 
 
-def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:
-    """Return the state of a lease, as far as this process can see."""
-    if lease.holder.is_seen_here:
-        return LeaseState.ALIVE if lease.is_alive else LeaseState.DEAD
-    if not lease.holder.is_of_this_boot:
-        return LeaseState.DEAD if lease.host == socket.gethostname() else LeaseState.ELSEWHERE
-    # The holder is in another pid namespace: its number means nothing here, but its lock does.
-    path = lock_path_of(lease, folder or leases_dir())
-    if not path.exists():
-        return LeaseState.ELSEWHERE
-    lock = FileLock(path)
+def is_locked(lock: FileLock) -> bool:
+    """Whether a process has this lock."""
+    if not lock.path.exists():
+        return False
     is_free = lock.try_acquire()
     lock.release()
-    return LeaseState.ELSEWHERE if is_free else LeaseState.ALIVE
-
-
-def remove_directories(lease: Lease) -> tuple[str, ...]:
-    """Remove and return the directories of a lease whose marker has its id."""
-    removed = []
-    for name in lease.directories:
-        marker = Path(name) / MARKER_NAME
-        with suppress(OSError):
-            if not Path(name).is_symlink() and marker.read_text() == lease.lease_id:
-                shutil.rmtree(name, ignore_errors=True)
-                removed.append(name)
-    return tuple(removed)
-
-
-def forget_lease(lease: Lease, folder: Path) -> None:
-    """Remove the files of a lease."""
-    path_of(lease, folder).unlink(missing_ok=True)
-    lock_path_of(lease, folder).unlink(missing_ok=True)
+    return not is_free
 
 
 def open_folder(folder: Path) -> Path:
@@ -264,23 +137,106 @@ def open_folder(folder: Path) -> Path:
     return folder
 
 
-def path_of(lease: Lease, folder: Path) -> Path:
-    """Return the file of a lease."""
-    return folder / f"{lease.lease_id}.json"
+def _gpu_path(uuid: str, folder: Path) -> Path:
+    """Return the file of a GPU's lock. The old name of a slice has slashes."""
+    return folder / f"{uuid.replace('/', '-')}{GPU_SUFFIX}"
 
 
-def lock_path_of(lease: Lease, folder: Path) -> Path:
-    """Return the file that its holder keeps locked."""
-    return folder / f"{lease.lease_id}.lock"
+def _describe_holder(lock: FileLock) -> str:
+    holder = lock.holder()
+    return "another process" if holder is None else f"{holder} ({describe_process(holder.pid)})"
 
 
-def _read(path: Path) -> Lease | None:
-    """Read a lease; None if the file is gone or has another format, which leaves it alone."""
-    try:
-        values: dict[str, Any] = json.loads(path.read_bytes())
-        lists = {name: tuple(values[name]) for name in ("gpus", "ports", "directories")}
-        processes = tuple(ProcessIdentity(**process) for process in values["processes"])
-        holder = ProcessIdentity(**values["holder"])
-        return Lease(**{**values, **lists, "holder": holder, "processes": processes})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+def clear_leftovers() -> tuple[int, ...]:
+    """End what this user's dead runs have left on this machine; return the processes that were ended.
+
+    Living runs and other processes are not touched.
+    Raises: StoreError if the folder of leases does not belong to this user alone.
+    """
+    place = leases_dir()
+    if not place.is_dir():
+        return ()
+    open_folder(place)
+    with FileLock(place / LOCK_NAME):
+        locks = [FileLock(path) for path in sorted(place.glob(f"*{RUN_SUFFIX}"))]
+        dead = [lock for lock in locks if _take_from_dead(lock)]
+        # A living run may have been started from the shell of a dead one: it and its descendants are spared.
+        holders = [lock.holder() for lock in locks if not lock.is_held]
+        living = {holder.pid for holder in holders if holder is not None}
+        ended, left = end_processes({lock.path.name.removesuffix(RUN_SUFFIX) for lock in dead}, living)
+        for lock in dead:
+            if not left:
+                lock.path.unlink(missing_ok=True)
+            lock.release()
+    return ended
+
+
+def _take_from_dead(lock: FileLock) -> bool:
+    """Take the lock of a run unless that lives."""
+    import psutil
+
+    for _ in range(_NUM_TRIES):
+        if lock.try_acquire():
+            return True
+        holder = lock.holder()
+        if holder is None or psutil.pid_exists(holder.pid):
+            return False
+        # What the run was starting when it died has its lock until it becomes its program.
+        time.sleep(_SETTLE_S)
+    return False
+
+
+def end_processes(
+    lease_ids: Collection[str], living: Collection[int] = ()
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Kill what `find_processes` finds, and what that starts meanwhile; return ended and surviving ones."""
+    import psutil
+
+    deadline = time.monotonic() + _END_LIMIT_S
+    found: set[Process] = set()
+    # All are stopped before any is killed: a child that cleared its environment is found only as long as its
+    # parent exists, and a stopped process starts no others. The last search begins some time after the last
+    # new process, because a forked one shows its new environment only after exec.
+    while (new := find_processes(lease_ids, living) - found) and time.monotonic() < deadline:
+        for process in new:
+            with suppress(psutil.Error):
+                process.suspend()
+        found |= new
+        time.sleep(_SETTLE_S)
+    for process in found:
+        with suppress(psutil.Error):
+            process.kill()
+    while (left := list_running(found)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    pids = {process.pid for process in left}
+    return tuple(sorted({process.pid for process in found} - pids)), tuple(sorted(pids))
+
+
+def find_processes(lease_ids: Collection[str], living: Collection[int] = ()) -> set[Process]:
+    """Return this user's processes with the id of a lease, and their descendants.
+
+    Without this process, `living` ones with their descendants, and the parents of all these.
+    """
+    import psutil
+
+    listed = psutil.process_iter(["ppid", "status"]) if lease_ids else ()
+    # A zombie has ended: its id is only kept for its parent.
+    table = {process.pid: process for process in listed if process.info["status"] != psutil.STATUS_ZOMBIE}
+
+    def add_children(pids: set[int]) -> set[int]:
+        while more := {pid for pid, one in table.items() if one.info["ppid"] in pids} - pids:
+            pids = pids | more
+        return pids
+
+    def is_marked(process: Process) -> bool:
+        with suppress(psutil.Error, OSError):
+            return process.environ().get(LEASE_VARIABLE) in lease_ids
+        return False
+
+    marked = {pid for pid, process in table.items() if is_marked(process)}
+    spared = add_children(set(living))
+    for pid in (os.getpid(), *living):
+        while pid in table:
+            spared.add(pid)
+            pid = table[pid].info["ppid"]
+    return {table[pid] for pid in add_children(marked) - spared}

@@ -6,10 +6,10 @@ are filled.
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
 import platform
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "asimd", "amx_tile", *BF16_INSTRUCTIONS)
 _TORCH_NAMES = {"fma": "fma3", "avx512f": "avx512_f"}
 """Where `torch.cpu.get_capabilities` has another name than Linux."""
+_CPUS = Path("/sys/devices/system/cpu")
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 # The values below AVX512_CORE_BF16 in oneDNN's documentation, "CPU Dispatcher Control".
 _WITHOUT_BF16 = frozenset(
@@ -62,18 +63,16 @@ _WITHOUT_BF16 = frozenset(
 
 
 def describe_machine() -> Machine:
-    """Read the facts of this machine. Takes a few milliseconds, plus nvidia-smi if it exists."""
-    cpus = _read_cpus()
+    """Read the facts of this machine. Takes a few milliseconds, plus the driver's answer if there is one."""
     is_limited = hasattr(os, "sched_getaffinity")
-    allowed = set(os.sched_getaffinity(0)) if is_limited else set(range(os.cpu_count() or 1))
-    cores = {
-        (cpu["physical id"], cpu["core id"])
-        for cpu in cpus
-        if "core id" in cpu and "physical id" in cpu and int(cpu.get("processor", -1)) in allowed
+    allowed = os.sched_getaffinity(0) if is_limited else set(range(os.cpu_count() or 1))
+    # Logical CPUs of one core name the same siblings; where none are named, each counts as a core.
+    siblings = [_read(_CPUS / f"cpu{number}" / "topology" / "thread_siblings_list") for number in allowed]
+    num_cores, quota = len(set(siblings)) if all(siblings) else len(allowed), read_cpu_quota()
+    first = _read(Path("/proc/cpuinfo")).partition("\n\n")[0]
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())
     }
-    # ARM and some virtual machines list no cores: then each logical CPU counts as one.
-    num_cores, quota = len(cores) or len(allowed), read_cpu_quota()
-    names = cpus[0].get("flags", cpus[0].get("Features", "")) if cpus else ""
     limit_bytes, _ = read_cgroup_memory()
     # Exclude instructions that oneDNN's settings forbid, and those that a loaded PyTorch does not find: an
     # emulator shows the flags of the machine below it, but PyTorch asks the processor itself.
@@ -82,22 +81,29 @@ def describe_machine() -> Machine:
     forbidden = {flag for flag in INSTRUCTIONS if not capabilities.get(_TORCH_NAMES.get(flag, flag), True)}
     if any(os.environ.get(name, "").upper() in _WITHOUT_BF16 for name in _ONEDNN_LIMITS):
         forbidden |= set(BF16_INSTRUCTIONS)
-    usable = frozenset(names.split()) - forbidden
+    usable = {*facts.get("flags", facts.get("Features", "")).split()} - forbidden
+    sizes = (_read_memory("total"), limit_bytes)
     return Machine(
         host=platform.node(),
         platform=platform.platform(),
         python=platform.python_version(),
-        cpu_name=(cpus[0].get("model name") if cpus else None) or platform.processor() or None,
+        cpu_name=facts.get("model name") or platform.processor() or None,
         num_physical_cores=num_cores if quota is None else min(num_cores, math.ceil(quota)),
         num_logical_cpus=len(allowed),
-        memory_bytes=min(
-            (size for size in (_read_memory("total"), limit_bytes) if size is not None), default=None
-        ),
+        memory_bytes=min((size for size in sizes if size is not None), default=None),
         free_memory_bytes=free_memory_bytes(),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         cpu_flags=tuple(flag for flag in INSTRUCTIONS if flag in usable),
         gpus=read_gpus(),
     )
+
+
+def find_user_name() -> str:
+    """Return this user's name, or the user id if the machine has no name for it, as in many containers."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return str(os.getuid())
 
 
 def free_memory_bytes() -> int | None:
@@ -107,31 +113,20 @@ def free_memory_bytes() -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def rss_bytes() -> int | None:
-    """Return the resident memory of this process; None if it cannot be read."""
-    return _read_status("VmRSS")
+def rss_bytes() -> int:
+    """Return the resident memory of this process."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_rss_bytes() -> int:
     """Return the largest resident memory of this process since its start."""
-    peak = _read_status("VmHWM")
-    if peak is not None:
-        return peak
-    # macOS counts in bytes, other systems in KiB.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _read_cpus() -> list[dict[str, str]]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    blocks = [block for block in text.split("\n\n") if block.strip()]
-    return [
-        {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
-        for block in blocks
-    ]
+    # Not `getrusage`: its figure is inherited from the process that started this one.
+    lines = _read(Path("/proc/self/status")).splitlines()
+    # Lines read "VmHWM:    123456 kB".
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return max([*peaks, rss_bytes()])
 
 
 def _read_memory(name: str) -> int | None:
@@ -142,15 +137,6 @@ def _read_memory(name: str) -> int | None:
     except (psutil.Error, OSError, ValueError, LookupError):
         # Some containers show /proc/meminfo empty, or not at all.
         return None
-
-
-def _read_status(name: str) -> int | None:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    # Lines read "VmHWM:    123456 kB".
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 # Limits of this process's control groups: those of a container or of a scheduler's job. The limits of all

@@ -1,41 +1,18 @@
-"""Addresses to listen on, the ports that are listened on, and the variables of a node's roles.
+"""Addresses to listen on, and the variables of a node's roles.
 
 Loopback is the default, because other users of the network can connect to its addresses.
 """
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from strop.errors import CheckRefused
-from strop.hardware.identity import describe_process
 
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
-"""Get the IPv4 address of an interface; netdevice(7)."""
 _UNROUTED = ("192.0.2.1", 9)
 """An address reserved for documentation (RFC 5737). Connecting a datagram socket sends nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListeningPort:
-    """A TCP port that a process listens on."""
-
-    host: str
-    port: int
-    pid: int | None
-    """None for a process of another user or in another container."""
-
-    def __str__(self) -> str:
-        """Name it for a message."""
-        if self.pid is None:
-            return f"{self.host}:{self.port} (a process that is not visible from here)"
-        command = describe_process(self.pid)[1] or "command unknown"
-        return f"{self.host}:{self.port} (process {self.pid}: {command})"
 
 
 def find_host_address(num_nodes: int, interface: str | None = None) -> str:
@@ -45,10 +22,20 @@ def find_host_address(num_nodes: int, interface: str | None = None) -> str:
     decides, then the default route.
     Raises: CheckRefused if there is no such interface, or no address but loopback.
     """
+    import psutil
+
     if num_nodes <= 1:
         return LOOPBACK
     if interface is not None:
-        return _read_interface(interface)
+        by_name = psutil.net_if_addrs()
+        addresses = [entry.address for entry in by_name.get(interface, ()) if entry.family == socket.AF_INET]
+        if not addresses:
+            raise CheckRefused(
+                f"interface {interface!r} has no IPv4 address here",
+                allowed=f"one of this node's interfaces: {', '.join(by_name)}",
+                next_step="correct the interface's name, or leave it out",
+            )
+        return str(addresses[0])
     try:
         resolved = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
@@ -62,37 +49,6 @@ def find_host_address(num_nodes: int, interface: str | None = None) -> str:
         allowed="a name that resolves to an address of the network between the nodes",
         next_step="name the interface of that network in GLOO_SOCKET_IFNAME",
     )
-
-
-def read_listening_ports() -> list[ListeningPort]:
-    """Return the listening TCP ports of this network namespace; none if the system does not list them."""
-    import psutil
-
-    try:
-        sockets = psutil.net_connections(kind="tcp")
-    except (psutil.Error, OSError, RuntimeError):
-        return []
-    ports = [
-        ListeningPort(host=entry.laddr.ip, port=entry.laddr.port, pid=entry.pid)
-        for entry in sockets
-        if entry.status == psutil.CONN_LISTEN
-    ]
-    return sorted(ports, key=lambda listening: (listening.port, listening.host))
-
-
-def _read_interface(name: str) -> str:
-    request = struct.pack("256s", name.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise CheckRefused(
-                f"interface {name!r} has no IPv4 address here ({error.strerror})",
-                allowed=f"one of this node's interfaces: {names}",
-                next_step="correct the interface's name, or leave it out",
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _find_route() -> list[str]:

@@ -19,16 +19,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, StoreError
-from strop.hardware.identity import ProcessIdentity, identify
 from strop.io.atomic import explain_write_failure
+
+if TYPE_CHECKING:
+    from psutil import Process
 
 _POLL_S = 0.01
 TAIL_BYTES = 1 << 16
@@ -86,14 +89,6 @@ class ChildProcess:
         return tail(self.log_path, num_lines)
 
 
-def tied_argv(program: str, args: Sequence[str]) -> list[str]:
-    """Return a command that execs a program and is killed with the thread that starts it.
-
-    `program`: its path; `args`: its argv, name included.
-    """
-    return [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), program, *args]
-
-
 def spawn(
     args: Sequence[str],
     log_path: Path,
@@ -123,7 +118,7 @@ def spawn(
                 _starter(os.getpid())
                 .submit(
                     subprocess.Popen,
-                    tied_argv(program, args),
+                    [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), program, *args],
                     stdin=stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -190,17 +185,50 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         return
 
 
-# Runs in a child: a grandchild in a new session execs the program. It is no child of this process, so it need
-# not be reaped. Its process id is written to the descriptor in the first argument.
-_DETACHING_STUB = """
-import os, sys
-number = os.fork()
-if number:
-    os.write(int(sys.argv[1]), str(number).encode())
-    os._exit(0)
-os.setsid()
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessIdentity:
+    """A process of one boot of this machine, safe against reuse of its id.
+
+    psutil's start time is not used, because it is Unix time and changes when the clock is set. Linux only.
+    """
+
+    pid: int
+    start_ticks: int
+    """Clock ticks after the boot; field 22 of proc_pid_stat(5)."""
+    boot_id: str
+
+    def is_alive(self) -> bool:
+        """Whether this process is visible and has not ended."""
+        return identify(self.pid) == self
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send this process a signal; return whether it still existed."""
+        import psutil
+
+        with suppress(psutil.Error):
+            # Refuses to signal a process that has taken the id meanwhile.
+            process = psutil.Process(self.pid)
+            if self.is_alive():
+                process.send_signal(number)
+                return True
+        return False
+
+
+def identify(pid: int) -> ProcessIdentity | None:
+    """Return the identity of a process; None if it has ended or is not visible."""
+    try:
+        # The program's name in field 2 may contain spaces and brackets, so count from its end.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    # A zombie has ended: its id is only kept for its parent.
+    is_ended = not fields or fields[0] in "ZX"
+    return None if is_ended else ProcessIdentity(pid=pid, start_ticks=int(fields[19]), boot_id=boot_id)
+
+
+_detached: list[subprocess.Popen[bytes]] = []
+"""Kept, because a `Popen` complains when it is dropped while its process runs."""
 
 
 def start_detached(
@@ -211,31 +239,29 @@ def start_detached(
     Its output is appended to `log_path`; `args[0]` is a path.
     Raises: CheckRefused if it cannot be started; StoreError if the log cannot be opened.
     """
-    reader, writer = os.pipe()
     try:
-        with log_path.open("ab") as log:
-            subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _DETACHING_STUB, str(writer), *args],
+        log = log_path.open("ab")
+    except OSError as error:
+        raise explain_write_failure(error, log_path) from error
+    with log:
+        try:
+            child = subprocess.Popen(
+                list(args),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
                 cwd=cwd,
-                pass_fds=(writer,),
-                check=True,
+                start_new_session=True,
             )
-        return identify(int(os.read(reader, 32)))
-    except OSError as error:
-        raise explain_write_failure(error, log_path) from error
-    except (subprocess.SubprocessError, ValueError) as error:
-        raise CheckRefused(
-            f"{args[0]} could not be started ({error})",
-            allowed="a machine with room for one more process",
-            next_step=f"read {log_path}",
-        ) from error
-    finally:
-        os.close(reader)
-        os.close(writer)
+        except OSError as error:
+            raise CheckRefused(
+                f"{args[0]} could not be started ({error})",
+                allowed="a program of this machine, and room for one more process",
+                next_step=f"read {log_path}",
+            ) from error
+    _detached.append(child)
+    return identify(child.pid)
 
 
 _PR_SET_CHILD_SUBREAPER = 36  # From <linux/prctl.h>.
@@ -256,11 +282,13 @@ def reap_orphans(own_pids: Collection[int]) -> int:
     `own_pids`: children that other code of this process reaps.
     """
     num_reaped = 0
-    for pid in _children():
-        if pid not in own_pids:
-            # WNOHANG: 0 for a running child.
-            with suppress(ChildProcessError):
-                num_reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
+    # Not by psutil, which reads the whole process table.
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, path.read_text().split()):
+            if pid not in own_pids:
+                # WNOHANG: 0 for a running child.
+                with suppress(ChildProcessError):
+                    num_reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
     return num_reaped
 
 
@@ -270,14 +298,17 @@ def show_stacks_of_children(limit_s: float) -> list[int]:
     SIGABRT does that where PYTHONFAULTHANDLER is set, or `faulthandler.enable` was called. Stopped children
     are continued first. Waits until they have ended, at most `limit_s`.
     """
-    running = [child for pid in _children() if (child := identify(pid)) is not None]
+    import psutil
+
+    children = list_running(psutil.Process().children())
     for number in (signal.SIGCONT, signal.SIGABRT):
-        for child in running:
-            child.send(number)
+        for child in children:
+            with suppress(psutil.Error):
+                child.send_signal(number)
     deadline = time.monotonic() + limit_s
-    while any(child.is_alive() for child in running) and time.monotonic() < deadline:
+    while list_running(children) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return [child.pid for child in running]
+    return [child.pid for child in children]
 
 
 def end_descendants(limit_s: float) -> list[int]:
@@ -285,29 +316,37 @@ def end_descendants(limit_s: float) -> list[int]:
 
     In a subreaper this includes orphans.
     """
+    import psutil
+
     deadline = time.monotonic() + limit_s
-    while (descendants := _list_descendants()) and time.monotonic() < deadline:
-        for pid in descendants:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    while (left := find_descendants(os.getpid())) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
         reap_orphans(())
         time.sleep(0.02)
-    return descendants
+    return [process.pid for process in left]
 
 
-def _list_descendants() -> list[int]:
-    """Return all descendants; an id is not reused before its parent has reaped it."""
-    descendants, new = [], list(_children())
-    while new:
-        descendants += new
-        new = [child for pid in new for child in _children(pid)]
-    return descendants
+def find_descendants(pid: int) -> list[Process]:
+    """Return all descendants of a process; none if it has ended."""
+    import psutil
+
+    with suppress(psutil.Error):
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
 
 
-def _children(of: int | str = "self") -> Iterator[int]:
-    for path in Path(f"/proc/{of}/task").glob("*/children"):
-        with suppress(OSError):
-            yield from map(int, path.read_text().split())
+def list_running(processes: Iterable[Process]) -> list[Process]:
+    """Return those that have not ended; a zombie has."""
+    import psutil
+
+    def is_running(process: Process) -> bool:
+        with suppress(psutil.Error):
+            return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return False
+
+    return [process for process in processes if is_running(process)]
 
 
 MAX_NICENESS = 19

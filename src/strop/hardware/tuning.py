@@ -6,18 +6,10 @@ page faults per step. Kept memory stays part of this process; its peak does not 
 
 Waiting threads spin for a bounded time. An OpenMP thread that has finished its share spins until the others
 have; if one of them waits for a core, spinning withholds that core. GNU's OpenMP counts turns of a loop
-around the instruction PAUSE, 300,000 by default. A turn takes 24 ns on an AMD EPYC (Zen 3) and 60 ns on an
-Intel Xeon, so that is 7 or 18 ms, many times the length of most parallel loops; here it is 10,000 turns. The
-table shows the time of a decode step of 64 rows in float32 by AVX2 on two cores, relative to 300,000 turns
-alone; beside one busy loop its fair share would be 2:
-
-    spinning, us            60    97   240   480   600   960  1,200  3,000
-    Xeon, alone           1.06        1.02        0.97         0.96   1.00
-    Xeon, beside a loop   1.84        2.00        2.29         2.68   3.87
-    EPYC, alone                 1.13  1.09  1.03        1.06
-    EPYC, beside a loop         2.08  2.45  2.95        3.86
-
-Alone, medians of six to ten steps vary by 2 or 3 %. `benchmarks/busy.py` measures a training step.
+around the instruction PAUSE, 300,000 by default: 7 to 18 ms, many times the length of most parallel loops.
+Here it is 10,000 turns. Beside one busy loop a decode step then takes 2.3 to 2.5 times as long instead of
+3.9, where its fair share is 2; alone it takes up to 9 % more (EPYC and Xeon, two cores, in float32).
+`benchmarks/busy.py` measures a training step.
 
 Covered: Linux with glibc, and GNU's OpenMP on x86, which PyTorch's builds contain. Elsewhere nothing changes.
 """

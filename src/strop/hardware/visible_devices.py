@@ -69,23 +69,17 @@ def parse_visible_devices(text: str | None, variable: str = VISIBLE_DEVICES) -> 
     ids = tuple(word.strip() for word in text.split(","))
     if len(ids) == 1 and ids[0] in _NONE_WORDS:
         return VisibleDevices(form=DeviceForm.NONE)
-    forms = {form for entry in ids for form, pattern in _FORMS.items() if pattern.fullmatch(entry)}
-    unknown = [entry for entry in ids if not any(pattern.fullmatch(entry) for pattern in _FORMS.values())]
-    twice = sorted({entry for entry in ids if ids.count(entry) > 1})
-    if unknown or twice or len(forms) != 1:
-        cause = (
-            f"no name of a GPU is {', '.join(map(repr, unknown))}"
-            if unknown
-            else f"{', '.join(twice)} twice"
-            if twice
-            else f"mixes {' and '.join(sorted(forms))}"
-        )
+    forms = {
+        next((form for form, pattern in _FORMS.items() if pattern.fullmatch(entry)), None) for entry in ids
+    }
+    form = forms.pop()
+    if form is None or forms or len({*ids}) < len(ids):
         raise ConfigError(
-            f"{variable}={text}: {cause}",
+            f"{variable}={text} has an entry that is no name of a GPU, one twice, or names of several forms",
             allowed="indices, or UUIDs of GPUs, or UUIDs of MIG slices, each once",
             next_step="correct the variable, or unset it to see every GPU",
         )
-    return VisibleDevices(form=forms.pop(), ids=ids)
+    return VisibleDevices(form=form, ids=ids)
 
 
 def part_variables(shares: Mapping[str, VisibleDevices]) -> dict[str, str]:
@@ -105,10 +99,10 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
         at most one slice, and NCCL does not connect them.
     """
     total = sum(wanted.values())
-    by_role = ", ".join(f"{role} {number}" for role, number in wanted.items())
     if len(visible.ids) < total:
+        by_role = ", ".join(f"{role} {number}" for role, number in wanted.items())
         raise CheckRefused(
-            f"{count_gpus(total)} asked for ({by_role}), and {_describe(visible)}",
+            f"{count_gpus(total)} asked for ({by_role}), {VISIBLE_DEVICES} is {visible.text or visible.form}",
             allowed="as many visible GPUs as the roles ask for",
             next_step="ask for fewer, or for a job with more",
         )
@@ -130,13 +124,3 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
 def count_gpus(number: int) -> str:
     """Format a number of GPUs with its verb, for a message."""
     return "1 GPU is" if number == 1 else f"{number} GPUs are"
-
-
-def _describe(visible: VisibleDevices) -> str:
-    match visible.form:
-        case DeviceForm.UNSET:
-            return f"{VISIBLE_DEVICES} is not set"
-        case DeviceForm.NONE:
-            return f"{VISIBLE_DEVICES} shows none"
-        case _:
-            return f"{VISIBLE_DEVICES} shows {len(visible.ids)}: {', '.join(visible.ids)}"

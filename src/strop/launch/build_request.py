@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.hardware.identity import find_user_name
+from strop.hardware.machine import find_user_name
 from strop.launch.contract import (
     Backend,
     CodeSnapshot,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.hardware import Machine, describe_machine, free_disk_bytes
-from strop.hardware.accelerators import Accelerator, find_accelerator, match_gpu_type
+from strop.hardware.accelerators import Accelerator, find_accelerator, match_gpu
 from strop.launch.contract import JobRequest
 from strop.launch.options import NodeHardware, SiteOptions
 from strop.plan.plan import Rate, Target
@@ -46,7 +46,7 @@ def _find_gpu(site: str, profile: SiteOptions, node: NodeHardware) -> tuple[Acce
     """Return the GPU of a site's nodes and '', or a stand-in and a notice if the GPU is unknown."""
     if profile.accelerator is not None:
         return find_accelerator(profile.accelerator, setting=f"site {site}: accelerator"), ""
-    matched = None if node.gpu is None else match_gpu_type(node.gpu)
+    matched = None if node.gpu is None else match_gpu(node.gpu)
     if matched is not None:
         return matched, ""
     problem = f"names {node.gpu}, which strop knows no numbers of" if node.gpu else "does not say"

@@ -20,11 +20,9 @@ from strop.engine.contract import GenerationRequest
 from strop.hardware import Calibration, Machine, calibrate_machine, describe_machine, free_disk_bytes
 from strop.hardware.calibrate import Efficiency, write_efficiency
 from strop.hardware.disks import Disk, describe_disk
-from strop.hardware.inventory import Device, read_inventory
-from strop.hardware.leases import Lease, LeaseState, find_leases, state_of
-from strop.hardware.leftovers import find_processes, find_strays
+from strop.hardware.gpus import Gpu, report_gpus
+from strop.hardware.leases import find_holder
 from strop.hardware.number_format import settle_format
-from strop.hardware.ports import ListeningPort, read_listening_ports
 from strop.io import user_cache_dir
 from strop.kernels import kernel_status
 from strop.policy.footprint import (
@@ -72,21 +70,9 @@ class Check:
 class DeviceUse:
     """A GPU or a MIG slice, and its users."""
 
-    device: Device
-    users: tuple[str, ...]
-    """The visible processes that compute on it."""
+    device: Gpu
     holder: str | None
-    """The live run that has a lease on it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
-    """A lease of this user, and its processes."""
-
-    lease: Lease
-    state: LeaseState
-    processes: tuple[int, ...]
-    """Processes with the lease's id; leftovers if the run is dead."""
+    """The process of a live run that has a lease on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +83,7 @@ class Diagnosis:
     calibration: Calibration
     checks: tuple[Check, ...]
     devices: tuple[DeviceUse, ...]
-    holdings: tuple[Holding, ...]
-    strays: dict[int, str]
-    """Processes with the id of a lease that does not exist, with that id. They are never ended."""
     disks: tuple[Disk, ...]
-    ports: tuple[ListeningPort, ...]
 
 
 def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: float = 0.5) -> Diagnosis:
@@ -131,32 +113,14 @@ def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: fl
         calibration=calibration,
         checks=checks,
         devices=find_device_uses(),
-        holdings=find_holdings(),
-        strays=find_strays(),
         disks=tuple(describe_disk(path) for path in (cache_dir or user_cache_dir(), runs_path, Path("/tmp"))),
-        ports=tuple(read_listening_ports()),
     )
 
 
 def find_device_uses() -> tuple[DeviceUse, ...]:
     """List each GPU and slice with the processes that use it and the live run of this user that holds it."""
-    inventory = read_inventory()
-    return tuple(
-        DeviceUse(
-            device=device,
-            users=tuple(map(str, inventory.users_of(device))),
-            holder=None if (lease := inventory.lease_on(device.uuid)) is None else str(lease),
-        )
-        for device in inventory.devices
-    )
-
-
-def find_holdings() -> tuple[Holding, ...]:
-    """List each lease of this user with its state and its processes."""
-    return tuple(
-        Holding(lease=lease, state=state_of(lease), processes=tuple(find_processes(lease.lease_id)))
-        for lease in find_leases()
-    )
+    devices = report_gpus().devices
+    return tuple(DeviceUse(device=device, holder=find_holder(device.uuid)) for device in devices)
 
 
 def _check_disk(name: str, path: Path) -> Check:

@@ -19,7 +19,6 @@ from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError, StropError
 from strop.hardware import (
     clear_leftovers,
     describe_machine,
-    find_inherited,
     importing,
     read_calibration,
     require_writable,
@@ -28,6 +27,7 @@ from strop.hardware import (
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, GpuRequest, lease_gpus
 from strop.hardware.findings import Severity, require_none
 from strop.hardware.gpus import read_gpus, read_torch_build
+from strop.hardware.leases import is_inherited
 from strop.hardware.number_format import (
     AUTO,
     DTYPE_FACT,
@@ -128,11 +128,8 @@ def train_here(
             settled, number_format = _settle(laid_out, run_dir.state.facts)
             parts = replace(parts, spec=settled, number_format=number_format)
         gpus = parts.spec.layout.nodes[0].gpus
-        attempt = str(run_dir.state.num_attempts + 1)
         wanted = {"train": 0} if is_attached else gpus
-        claim = stack.enter_context(
-            claim_machine(run_dir.path, attempt, need_bytes=parts.need_bytes, wanted=wanted)
-        )
+        claim = stack.enter_context(claim_machine(run_dir.path, need_bytes=parts.need_bytes, wanted=wanted))
         mirroring = stack.enter_context(Mirroring(mirror_root, spec.store, run_dir, observer))
         with _note_attempt(run_dir, mirroring, claim.devices):
             mirroring.begin()
@@ -393,7 +390,7 @@ class Claim:
 
 @contextmanager
 def claim_machine(
-    run_path: Path, attempt: str, *, need_bytes: int, wanted: Mapping[str, int] | None = None
+    run_path: Path, *, need_bytes: int, wanted: Mapping[str, int] | None = None
 ) -> Iterator[Claim]:
     """Remove leftovers of this user's dead runs, and hold the GPUs of a training inside the block.
 
@@ -403,10 +400,13 @@ def claim_machine(
     Raises: CheckRefused naming the run or the processes that have the GPUs; ConfigError if
         CUDA_VISIBLE_DEVICES cannot be read; StoreError if leases cannot be kept.
     """
-    if find_inherited() is not None:
+    if is_inherited():
         yield Claim()
         return
-    cleared = [f"a dead run had left something: {leftover}" for leftover in clear_leftovers()]
+    ended = clear_leftovers()
+    cleared = (
+        [f"dead runs had left processes, which were ended: {', '.join(map(str, ended))}"] if ended else []
+    )
     inherited = os.environ.get(VISIBLE_DEVICES)
     # "train": learner and engine together.
     has_gpu = parse_visible_devices(inherited).form is not DeviceForm.NONE and bool(read_gpus())
@@ -415,8 +415,7 @@ def claim_machine(
     shares = dict(wanted or {"train": 1 if is_used else 0})
     needs = {part: 0 if part == ENV else need_bytes for part in shares}
     request = GpuRequest(wanted=shares, inherited=inherited, need_bytes=needs)
-    held, allocation = lease_gpus(run_path.name, attempt, request)
-    with held, set_variables(held.variables):
+    with lease_gpus(request) as (lease, allocation), set_variables(lease.variables):
         warnings: list[str] = []
         variables: dict[str, str] = {}
         if allocation.uuids:
@@ -424,7 +423,6 @@ def claim_machine(
                 run_path=run_path,
                 allocation=allocation,
                 gpu_need_bytes=needs,
-                own_lease_id=held.lease.lease_id,
             )
             findings = run_preflight(preflight)
             if inherited is not None:

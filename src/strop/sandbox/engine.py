@@ -138,15 +138,15 @@ def require_engine(name: str, program: str) -> None:
         )
 
 
-def require_local(graph_root: Path, *, mounts: str | None = None) -> None:
-    """Refuse a graph root on a network disk. `mounts`: the text of /proc/self/mountinfo.
+def require_local(graph_root: Path) -> None:
+    """Refuse a graph root on a network disk.
 
     Raises: SandboxRefused with kind graph_root.
     """
     # Imported here, because the daemon imports this module, and a small process forks faster.
     from strop.hardware.disks import describe_disk
 
-    disk = describe_disk(graph_root, mounts=mounts)
+    disk = describe_disk(graph_root)
     if disk.is_network:
         raise SandboxRefused(
             f"podman keeps its containers on a disk that machines share: {disk}",

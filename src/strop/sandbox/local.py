@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 import strop
-from strop.errors import CheckRefused, SandboxRefused, split_error
+from strop.errors import SandboxRefused
 from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.bubblewrap import system_tree
 from strop.sandbox.client import Client
@@ -31,7 +31,6 @@ from strop.sandbox.contract import (
     ExecKind,
     Isolation,
     IsolationLevel,
-    Mount,
     SandboxSpec,
 )
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
@@ -203,13 +202,13 @@ async def _start(
 
 
 def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str, str]]:
-    """Return a spec with variables and mounts for its GPUs, and device files: path here to path inside.
+    """Return a spec with variables for its GPUs, and device files: path here to path inside.
 
-    Runs nvidia-smi. Raises: SandboxRefused with kind gpus.
+    Asks the driver. Raises: SandboxRefused with kind gpus.
     """
     # Imported here, because they need packages, and sandboxes without GPUs need only the standard library.
     from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID
-    from strop.hardware.gpu_files import IMAGE_LIBRARIES, find_gpu_files
+    from strop.hardware.gpus import list_device_files, match_devices, report_gpus
     from strop.hardware.visible_devices import VISIBLE_DEVICES
 
     if backend == "process":
@@ -219,25 +218,26 @@ def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str
             next_step="use one of them, or give the sandbox no GPUs",
             kind="gpus",
         )
+    report = report_gpus()
+    found = [match_devices(name, report.gpus) for name in spec.gpus]
     try:
-        gpu_files = find_gpu_files(spec.gpus)
-    except CheckRefused as error:
-        fault, allowed, next_step = split_error(str(error))
-        raise SandboxRefused(fault, allowed=allowed, next_step=next_step, kind="gpus") from error
-    mounts, folders = list(spec.mounts), []
-    if spec.image is not None:
-        folders = [IMAGE_LIBRARIES] if gpu_files.libraries else []
-        for name, path in gpu_files.libraries.items():
-            mounts.append(Mount(host_path=path, inside_path=f"{IMAGE_LIBRARIES}/{name}"))
-    elif not gpu_files.is_linked:
-        folders = sorted({os.path.dirname(path) for path in gpu_files.libraries.values()})
-    env = {**spec.env, VISIBLE_DEVICES: gpu_files.visible, DEVICE_ORDER: PCI_BUS_ID}
-    if folders:
-        before = [*filter(None, [spec.env.get("LD_LIBRARY_PATH")])]
-        env["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *before])
+        devices = [device for (device,) in found]
+        paths = list_device_files(devices)
+    except (OSError, LookupError, ValueError) as error:
+        listed = ", ".join(device.uuid for device in report.devices) or report.complaint or "no GPU"
+        raise SandboxRefused(
+            f"GPUs {', '.join(spec.gpus)}: their device files are not known here ({error}); found: {listed}",
+            allowed="GPUs or MIG slices of this machine, as CUDA_VISIBLE_DEVICES names them",
+            next_step="look at nvidia-smi -L and /dev; nvidia-modprobe -u -c=0 as root makes the files",
+            kind="gpus",
+        ) from error
+    # By UUID, since an index depends on the device files that a program has.
+    visible = ",".join(device.uuid for device in devices)
+    env = {**spec.env, VISIBLE_DEVICES: visible, DEVICE_ORDER: PCI_BUS_ID}
     # CUDA reserves addresses for the memory of all GPUs.
     limits = replace(spec.limits, has_address_limit=False)
-    return replace(spec, env=env, mounts=tuple(mounts), limits=limits), gpu_files.devices
+    spec = replace(spec, env=env, limits=limits)
+    return spec, {path: f"/dev/{path.partition('/dev/')[2]}" for path in paths}
 
 
 def _refuse_unsupported(spec: SandboxSpec, backend: str) -> None:

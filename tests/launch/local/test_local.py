@@ -20,7 +20,7 @@ from strop.launch.logs import LogFilter
 from tests.fixtures.drill import preempt
 from tests.fixtures.held_jobs import HELD, held, let_go, saved_step, told_once
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
-from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.nvml import install_fake_nvml, use_nvml
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
@@ -277,14 +277,12 @@ def test_gpus_that_are_named_are_those_that_each_part_sees(
     devices: str,
     seen: str,
 ) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    folder = use_nvml(tmp_path / "bin", monkeypatch)
     gpus = [
         Gpu(index=str(n), uuid=f"GPU-{n}", name="FAKE", memory_bytes=80 << 30, free_memory_bytes=79 << 30)
         for n in range(4)
     ]
-    install_fake_nvidia_smi(folder, gpus)
+    install_fake_nvml(folder, gpus)
     asked = (
         *("job.train_gpus=1", "job.infer_gpus=1", "job.env_gpus=1", "job.preflight=none"),
         "environment.name=guess-number",

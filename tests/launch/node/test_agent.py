@@ -21,7 +21,7 @@ from strop.launch.contract import JobPlan, Need, RolePlan
 from strop.launch.job_dir import write_job_dir
 from strop.launch.local.backend import LocalBackend
 from tests.fixtures.jobs import is_running, make_request, project, role, saver, wait_for
-from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.nvml import install_fake_nvml
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def test_exit_code_and_logs_are_on_disk_and_the_code_is_the_last_word(project: P
     assert (node.home / "attempts" / "a-0" / "exit" / "0").read_text() == "0"
     assert node.log("train").splitlines() == ["out", "err"]
     start = json.loads((node.home / "attempts" / "a-0" / "agent-0.json").read_text())
-    assert {"host", "pid", "boot_id", "start_ticks", "lease", "code_sha256", "devices"} <= start.keys()
+    assert {"host", "pid", "lease", "code_sha256", "devices"} <= start.keys()
     assert (node.home / "latest").resolve() == node.home / "attempts" / "a-0"
 
 
@@ -279,11 +279,18 @@ def test_roles_get_their_slices_of_the_inherited_devices(
 def test_a_gpu_with_a_strangers_process_is_refused_by_name(project: Path, tmp_path: Path) -> None:
     """Incident PRC-4: a same-named foreign process is named, and untouched."""
     gpu = Gpu(index="0", uuid="GPU-aaaa", name="fake", memory_bytes=80 << 30, free_memory_bytes=10 << 30)
-    folder = tmp_path / "smi"
-    folder.mkdir()
-    install_fake_nvidia_smi(folder, [gpu], [("GPU-aaaa", os.getpid(), 70 << 30)])
+    folder = tmp_path / "nvml"
+    install_fake_nvml(folder, [gpu], [("GPU-aaaa", os.getpid(), 70 << 30)])
     node = a_node(project, [role("train", "print('ran')", gpus={"train": 1})])
-    assert node.run(variables={"CUDA_VISIBLE_DEVICES": "0", "PATH": f"{folder}:{os.environ['PATH']}"}) == 76
+    assert (
+        node.run(
+            variables={
+                "CUDA_VISIBLE_DEVICES": "0",
+                "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+            }
+        )
+        == 76
+    )
     assert str(os.getpid()) in node.end()["cause"]
     assert node.log("train") == ""
 

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import CheckRefused, ConfigError, StoreError, StropError
-from strop.hardware import clear_leftovers, find_leases
+from strop.hardware import clear_leftovers
 from strop.hardware.allocation import GpuRequest, allocate_gpus
 from strop.hardware.findings import Finding, Severity, find_refusal
-from strop.hardware.inventory import read_inventory
-from strop.hardware.process import start_detached
+from strop.hardware.process import find_descendants, list_running, start_detached
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
 from strop.launch.environment import clean_inherited
@@ -76,7 +75,7 @@ class LocalBackend:
             devices = plan.details.get("devices")
             inherited = ",".join(devices) if devices else os.environ.get(VISIBLE_DEVICES)
             try:
-                allocate_gpus(GpuRequest(wanted=requested, inherited=inherited), read_inventory())
+                allocate_gpus(GpuRequest(wanted=requested, inherited=inherited))
             except StropError as error:
                 findings.append(find_refusal("gpus", error))
         return findings
@@ -151,12 +150,12 @@ class LocalBackend:
         if grace_s > 0.0:
             self._signal(ref, signal.SIGTERM)
             return
+        supervisor = read_identity(job_path_of(ref.home))
+        descendants = find_descendants(supervisor.process.pid) if supervisor else []
         self._signal(ref, signal.SIGKILL)
         # Its agent dies with it; processes that the roles started in other sessions do not.
         deadline = time.monotonic() + KILL_LIMIT_S
-        while any(lease.attempt.startswith(f"{ref.job_id}-") for lease in find_leases()):
-            if time.monotonic() > deadline:
-                break
+        while list_running(descendants) and time.monotonic() < deadline:
             clear_leftovers()
             time.sleep(0.05)
 

@@ -154,8 +154,8 @@ def _run_attempt(
     exit_code = from_wait(ended)
     is_lost = ended < 0 or (not has_code and exit_code == SIGNAL_BASE + signal.SIGKILL)
     if is_lost:
-        for cleared in clear_leftovers():
-            sys.stderr.write(f"after a kill: {cleared}\n")
+        if cleared := clear_leftovers():
+            sys.stderr.write(f"after a kill: ended {', '.join(map(str, cleared))}\n")
             sys.stderr.flush()
     else:
         exit_code = combine_exit_files(attempt_path, 1)

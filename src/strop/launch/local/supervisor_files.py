@@ -8,6 +8,7 @@ confirms. It skips a trial that has not begun, and sends the signal to the agent
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from strop.errors import EXIT_DONE
-from strop.hardware.identity import ProcessIdentity, identify_self
+from strop.hardware.process import ProcessIdentity, identify
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import read_attempts
 from strop.launch.contract import JobRef, JobState, SchedulerStatus
@@ -45,9 +46,11 @@ class Supervisor:
 
 def write_identity(job_path: Path, job_id: str, *, cancelled_by: str = "") -> None:
     """Write this process as the supervisor. Raises: StoreError."""
+    own = identify(os.getpid())
+    assert own is not None, "supervisors run on Linux, with /proc"
     content = {
         "host": socket.gethostname(),
-        "process": asdict(identify_self()),
+        "process": asdict(own),
         "job_id": job_id,
         "cancelled_by": cancelled_by,
     }

@@ -14,9 +14,10 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import print_exception
@@ -30,10 +31,10 @@ from strop.errors import (
     NodeRefused,
     StropError,
 )
-from strop.hardware import HeldLease, clear_leftovers
+from strop.hardware import clear_leftovers
 from strop.hardware.allocation import Allocation, lease_gpus
-from strop.hardware.identity import identify_self
-from strop.hardware.leftovers import clear_directories, end_processes
+from strop.hardware.leases import Lease, end_processes
+from strop.hardware.leftovers import MEMORY_PREFIX, clear_directories, own_dir
 from strop.hardware.preflight import Level, PreflightRequest, require_ready
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
@@ -65,7 +66,6 @@ from strop.record.run_dir import STATE_NAME
 
 MIN_FREE_BYTES = 256 << 20
 """Free bytes on the run's disk, enough for the logs of the attempt."""
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LEVELS = {
     "none": (),
     "quick": (Level.READ,),
@@ -171,20 +171,22 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     if task.node == 0:
         raise_fence(task.trial_path, task.number, task.attempt)
         point_latest(task.trial_path, task.attempt)
-    for cleared in clear_leftovers():
-        node.say(f"a dead run had left something: {cleared}")
-    try:
-        lease, allocation = lease_gpus(plan.name, task.attempt, request_devices(plan, node.roles, os.environ))
-    except CheckRefused as refusal:
-        raise NodeRefused(str(refusal)) from refusal
-    with lease:
+    if ended := clear_leftovers():
+        node.say(f"dead runs had left processes, which were ended: {', '.join(map(str, ended))}")
+    with ExitStack() as undo:
+        try:
+            request = request_devices(plan, node.roles, os.environ)
+            lease, allocation = undo.enter_context(lease_gpus(request))
+        except CheckRefused as refusal:
+            raise NodeRefused(str(refusal)) from refusal
         for notice in allocation.notices:
             node.say(notice)
         _write_start(node, allocation, lease)
         try:
-            return _run_roles(node, allocation, lease, stop)
+            with own_dir(Path(tempfile.gettempdir()) / f"{MEMORY_PREFIX}{lease.lease_id}") as work_path:
+                return _run_roles(node, allocation, lease, work_path, stop)
         finally:
-            ended, surviving = end_processes(lease.lease)
+            ended, surviving = end_processes({lease.lease_id})
             if ended:
                 node.say(
                     f"ended {len(ended)} processes that the roles had left: {', '.join(map(str, ended))}"
@@ -192,21 +194,20 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
             for path in clear_directories():
                 node.say(f"removed {path}, whose process had ended")
             if surviving:
-                # The kept lease lets the next agent find them.
-                lease.is_kept = True
                 names = ", ".join(map(str, surviving))
                 node.say(f"processes {names} did not end, and are left to the next agent")
 
 
-def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: StopRequest) -> NodeEnd:
+def _run_roles(
+    node: _Node, allocation: Allocation, lease: Lease, work_path: Path, stop: StopRequest
+) -> NodeEnd:
     task, plan = node.task, node.plan
-    work_path = lease.make_directory()
     (work_path / "tmp").mkdir()
     code_path = Path(plan.details.get("project_path") or task.trial_path)
     if plan.code_sha256 is not None:
         code_path = work_path / "code"
         unpack_code(task.job_path / CODE_NAME, code_path, plan.code_sha256)
-    check_node(plan, task, allocation, lease.lease.lease_id, node.say)
+    check_node(plan, task, allocation, node.say)
     if stop.signal_name:
         # Stopped before anything began: the last attempt's checkpoint is the state.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")
@@ -227,8 +228,6 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
         require_names(planned, environments[planned.name], list(plan.environment.variables))
     filled = [_fill(role, task, code_path) for role in node.roles]
     roles = start_roles(filled, task.log_path, environments, cwd=code_path)
-    for role in roles:
-        lease.record_process(role.child.pid)
     node.say(f"started {', '.join(f'{role.name} (process {role.child.pid})' for role in roles)}")
     return _watch(node, roles, stop)
 
@@ -272,7 +271,6 @@ def check_node(
     plan: JobPlan,
     task: NodeTask,
     allocation: Allocation,
-    lease_id: str,
     say: Callable[[str], None],
 ) -> None:
     """Run the preflight of this node at the plan's level.
@@ -288,8 +286,6 @@ def check_node(
         levels=levels,
         node=host_name(),
         disk_need_bytes=MIN_FREE_BYTES,
-        own_lease_id=lease_id,
-        interfaces={name: value for name in _INTERFACES if (value := os.environ.get(name))},
         num_nodes=plan.resources.num_nodes if task.part == "main" else 1,
     )
     for finding in require_ready(request):
@@ -301,9 +297,9 @@ def host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:
+def _write_start(node: _Node, allocation: Allocation, lease: Lease) -> None:
     """Write this node's start record."""
-    task, identity = node.task, identify_self()
+    task = node.task
     _write_json(
         task.attempt_path / f"agent-{task.node}.json",
         {
@@ -313,10 +309,8 @@ def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:
             "num_nodes": task.num_nodes,
             "part": task.part,
             "host": host_name(),
-            "pid": identity.pid,
-            "start_ticks": identity.start_ticks,
-            "boot_id": identity.boot_id,
-            "lease": lease.lease.lease_id,
+            "pid": os.getpid(),
+            "lease": lease.lease_id,
             "started_at": time.time(),
             "roles": [role.name for role in node.roles],
             "devices": allocation.record(),

@@ -15,7 +15,6 @@ from dataclasses import replace
 from strop import __version__
 from strop.errors import EXIT_INTERRUPTED, CheckRefused, ConfigError
 from strop.hardware.allocation import GpuRequest, allocate_gpus
-from strop.hardware.inventory import read_inventory
 from strop.launch.build_request import make_plan
 from strop.launch.contract import JobPlan, JobRequest
 from strop.launch.job_dir import job_path_of, write_job_dir
@@ -137,7 +136,7 @@ def _choose_gpus(number: int, requested: tuple[str, ...]) -> tuple[str, ...]:
     if not number:
         return ()
     asked = GpuRequest(wanted={"all": number}, inherited=",".join(requested) or None)
-    return allocate_gpus(asked, read_inventory()).roles["all"].uuids
+    return allocate_gpus(asked).roles["all"].uuids
 
 
 def _emulate(
