@@ -43,6 +43,7 @@ from strop.hardware.ports import LOOPBACK, NODE_VARIABLE, count_nodes, find_host
 from strop.hardware.process import become_subreaper, end_descendants, reap_orphans, spawn, terminate
 from strop.hardware.tuning import tune_process
 from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
+from strop.sandbox.janitor import clear_abandoned
 from strop.spec.layout import RAY_NODE_MODULE
 
 OBJECT_STORE_BYTES = 256 << 20
@@ -92,6 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
                 terminate(child, _GRACE_S)
                 left = end_descendants(_END_LIMIT_S)
                 with suppress(OSError, shutil.Error):
+                    # Of sandboxes that were killed before they had cleared up.
+                    clear_abandoned()
                     logs_dir = temp_dir / "session_latest" / "logs"
                     shutil.copytree(logs_dir, options.logs / f"ray-{index}", dirs_exist_ok=True)
     except StropError as error:

@@ -20,13 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from strop.cluster.ray.node import (
-    AUTH_MODE,
-    choose_temp_dir,
-    find_host,
-    ray_environment,
-    shared_dir_of,
-)
+from strop.cluster.ray.node import AUTH_MODE, choose_temp_dir, find_host, ray_environment, shared_dir_of
 from strop.errors import CheckRefused, EngineError
 from strop.hardware.leftovers import SHARED_MEMORY, remove_dead
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
