@@ -52,9 +52,9 @@ def test_a_role_fetches_the_model_where_it_is_not_and_refuses_another_one(
 
 
 def test_importing_the_room_imports_neither_ray_nor_torch() -> None:
-    modules = ("node", "runtime", "roles", "deaths")
-    code = "import sys\n" + "\n".join(f"import strop.cluster.ray.{name}" for name in modules)
-    code += "\nprint([name for name in ('ray', 'torch') if name in sys.modules])"
+    modules = ("node", "runtime", "roles", "deaths", "placement", "workers")
+    lines = ["import sys, strop.run.training", *(f"import strop.cluster.ray.{name}" for name in modules)]
+    code = "\n".join([*lines, "print([name for name in ('ray', 'torch') if name in sys.modules])"])
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]", Path(__file__).name
 

@@ -19,7 +19,6 @@ from strop.evaluate import (
     write_result,
 )
 from strop.evaluate.shards import ShardFolder
-from strop.policy.learner import Learner
 from strop.record import RunDir
 from strop.record.files import list_shards
 from strop.rollout import Example, Sampling, Split
@@ -48,6 +47,9 @@ class Evaluation:
 
     async def __call__(self, step: int, on_progress: Callable[[], None]) -> EvalSummary:
         """Evaluate the weights after `step` steps."""
+        # Here: it imports torch, which Ray need not wait for.
+        from strop.policy.learner import Learner
+
         spec = self.spec
         settings = EvalSettings(
             run_seed=spec.seed,

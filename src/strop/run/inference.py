@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from strop.engine import Completion, GenerationRequest
-from strop.engine.openai import KEY_VARIABLE
+from strop.engine.loading import EngineSettings, load_engine
+from strop.engine.openai import KEY_VARIABLE, OpenAiEngine
 from strop.environments import RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError, DataError
-from strop.hardware import describe_machine, importing, read_calibration
+from strop.hardware import describe_machine, read_calibration
 from strop.hardware.number_format import compute_device, settle_format
 from strop.io import verify_directory
 from strop.io.notices import tell
@@ -348,18 +349,16 @@ async def hold_judge(section: TaskSection, task: Task) -> AsyncIterator[Judge]:
 async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[Engine, Tokenizer]]:
     """Load a model into the engine that the spec names, for the block."""
     set_threads(spec.placement.threads)
-    tokenizer, max_num_seqs = Tokenizer.load(model.path), spec.engine.max_num_seqs
+    tokenizer = Tokenizer.load(model.path)
     engine: Engine
     async with AsyncExitStack() as stack:
         if model.url is not None:
-            from strop.engine.openai import OpenAiEngine
-
             engine = OpenAiEngine(
                 model.url,
                 tokenizer,
                 model=model.served_name,
                 version=model.step,
-                max_num_seqs=max_num_seqs,
+                max_num_seqs=spec.engine.max_num_seqs,
             )
             stack.push_async_callback(engine.close)
         elif spec.placement.kind == "ray" or spec.engine.kind == "vllm":
@@ -367,14 +366,6 @@ async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[
 
             engine = await stack.enter_async_context(serve_engine(spec, model.path, version=model.step))
         else:
-            with importing():
-                import torch
-
-                from strop.engine.native import NativeEngine
-                from strop.policy.language_model import DTYPES, LanguageModel
-
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            weights = LanguageModel.load(model.path, dtype=DTYPES[spec.model.dtype], device=device)
-            engine = NativeEngine(weights, tokenizer, max_num_seqs=max_num_seqs, version=model.step)
+            engine, _ = await load_engine(EngineSettings.of(spec), model.path, version=model.step)
             stack.push_async_callback(engine.close)
         yield engine, tokenizer

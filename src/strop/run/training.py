@@ -68,12 +68,7 @@ from strop.store.model_files import digest_parts
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import Judge
 from strop.tokenizer import dated
-from strop.train.data.offline import (
-    find_offline_source,
-    read_demonstrations,
-    read_framing,
-    read_pairs,
-)
+from strop.train.data.offline import find_offline_source, read_demonstrations, read_framing, read_pairs
 from strop.train.observer import Observer
 from strop.user_code import CodeRef, hash_sources, is_code
 
@@ -112,14 +107,16 @@ def train_here(
         stack.enter_context(follow_store(spec.store))
         mirror_root = probe_mirror(spec.store)
         log_from(log_level_of(spec.output.log_level, "train"))
-        num_threads = set_threads(spec.placement.threads)
         # The nodes of a running Ray cluster are not those of this job.
         is_attached = spec.ray.address is not None
         laid_out = settle_layout(spec, None if is_attached else count_nodes(os.environ))
+        if laid_out.layout.kind == "inline":
+            set_threads(spec.placement.threads)
         date = find_date(spec, is_new=is_new)
         stack.enter_context(dated(date))
         parts = _read_parts(laid_out)
-        facts = {**parts.facts(num_threads), DATE_FACT: date}
+        threads = spec.placement.threads or describe_machine().num_physical_cores
+        facts = {**parts.facts(threads), DATE_FACT: date}
         run_dir = stack.enter_context(open_run(resolved, facts, is_new=is_new))
         on_run(run_dir)
         # Before a GPU is asked for: a damaged record would end the run later, or be gone on with.
@@ -293,8 +290,8 @@ def _list_notices(parts: _Parts, run_dir: RunDir, *, is_auto: bool) -> Iterator[
         yield f"model.dtype: {parts.number_format}"
 
 
-def set_threads(wanted: int | None) -> int:
-    """Set the number of compute threads and the memory allocator's options. Returns the number.
+def set_threads(wanted: int | None) -> None:
+    """Set the number of compute threads and the memory allocator's options.
 
     None: as many as the physical cores that this process may use.
     """
@@ -302,20 +299,23 @@ def set_threads(wanted: int | None) -> int:
     with importing():
         import torch
 
-    threads = wanted or max(describe_machine().num_physical_cores, 1)
-    torch.set_num_threads(threads)
-    return threads
+    torch.set_num_threads(wanted or describe_machine().num_physical_cores)
+
+
+def import_loop() -> None:
+    """Import what trains."""
+    tune_process()
+    with importing():
+        import strop.train.loop  # noqa: F401
 
 
 async def _train(
     parts: _Parts, run_dir: RunDir, observer: Observer, prediction: Prediction | None
 ) -> TrainOutcome:
     """Start the roles and train; stop the roles in any case."""
-    with importing():
-        from strop.cluster.contract import build_placement, with_frozen
-        from strop.cluster.servers import check_judges, guard
-        from strop.runtime.role import RuntimeRole
-        from strop.train.loop import TrainInput, TrainLoop
+    from strop.cluster.contract import build_placement, with_frozen
+    from strop.cluster.servers import check_judges, guard
+    from strop.runtime.role import RuntimeRole
 
     spec, task = parts.spec, parts.task
     source = parts.model
@@ -331,7 +331,12 @@ async def _train(
     try:
         # Before the placement: its processes inherit the address of this server.
         await runtime.start()
-        roles = await with_frozen(await placement.start(), spec, source, sources.__getitem__)
+        # Ray starts meanwhile, and its roles import as much.
+        started, _ = await asyncio.gather(placement.start(), asyncio.to_thread(import_loop))
+        set_threads(spec.placement.threads)
+        from strop.train.loop import TrainInput, TrainLoop
+
+        roles = await with_frozen(started, spec, source, sources.__getitem__)
         loop = TrainLoop(
             TrainInput(
                 spec=spec,

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strop.cluster.publishers import remove_publication
 from strop.cluster.ray.deaths import answer_of
 from strop.cluster.ray.roles import AsyncRole, RoleStart
 from strop.engine.chat import ChatServer
@@ -115,6 +114,8 @@ class EngineActor(AsyncRole):
         receipt = await self._engine.update(update)
         _log.info("serving version %d, digest %s", receipt.version, receipt.digest[:12])
         if self._weights_dir is not None and update.path:
+            from strop.cluster.publishers import remove_publication
+
             # Earlier publications that were sent here have been read.
             for path in set(self._weights_dir.iterdir()) - {Path(update.path)}:
                 remove_publication(path)

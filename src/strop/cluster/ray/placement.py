@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from strop.cluster.contract import LearnerFacts, Publisher, Roles
-from strop.cluster.publishers import has_memory_room, open_publisher
 from strop.cluster.ray.deaths import DeathWatch, RunningRole
 from strop.cluster.ray.engines import ActorEngine, EngineActor
 from strop.cluster.ray.node import OBJECT_STORE_BYTES, require_ray
@@ -33,6 +32,7 @@ from strop.engine.loading import EngineSettings, streams_replies
 from strop.engine.pool import EnginePool, ReplicaCause
 from strop.engine.vllm.environment import command_of
 from strop.errors import CheckRefused
+from strop.hardware import describe_machine
 from strop.hardware.ports import NAMES_VARIABLE, find_host_address
 from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import hand_over, list_endpoints, withdraw
@@ -115,7 +115,7 @@ class RayPlacement:
         learner, _ = await asyncio.gather(self._load_learner(host), self._load_engines())
         engine = self._join_engines()
         workers = await self._load_workers(engine)
-        self._publisher = open_publisher(self._spec, learner, self._choose_weights_dir(), host=host)
+        self._publisher = self._open_publisher(learner, host)
         return Roles(
             learner=learner,
             engine=engine,
@@ -217,8 +217,6 @@ class RayPlacement:
             role.facts = await self._watch.guard(call, FETCH_LIMIT_S)
 
     def _describe_start(self, slot: RoleSlot, *, takes_devices: bool) -> RoleStart:
-        import torch
-
         assert self._cluster is not None
         # The run changes these variables in this process, so roles get them.
         names = [URI_VARIABLE, ORDER_VARIABLE, DATE_VARIABLE]
@@ -229,7 +227,7 @@ class RayPlacement:
         return RoleStart(
             slot=slot,
             log_path=self._logs_dir / f"{slot.name}.log",
-            num_threads=torch.get_num_threads(),
+            num_threads=self._spec.placement.threads or describe_machine().num_physical_cores,
             log_level=log_level_of(self._spec.output.log_level, logs_as),
             takes_devices=takes_devices,
             variables={name: os.environ[name] for name in names if name in os.environ},
@@ -325,16 +323,19 @@ class RayPlacement:
             serves=engine.serves if isinstance(engine, EnginePool) else lambda name: True,
         )
 
-    def _choose_weights_dir(self) -> Path:
-        """Return a folder for weights, in shared memory of this node if that has room."""
-        if isinstance(self._cluster, RayHead) and has_memory_room(
-            self._source.path, reserved_bytes=OBJECT_STORE_BYTES
-        ):
-            return self._cluster.weights_dir
+    def _open_publisher(self, learner: RayLearner, host: str) -> Publisher:
+        """Return the publisher of weights, in shared memory of this node if that has room."""
+        # Here, because it imports torch, as roles do when they begin.
+        from strop.cluster.publishers import has_memory_room, open_publisher
+
         path = self._work_dir / "weights"
-        # A killed attempt leaves some.
-        shutil.rmtree(path, ignore_errors=True)
-        return path
+        has_room = has_memory_room(self._source.path, reserved_bytes=OBJECT_STORE_BYTES)
+        if isinstance(self._cluster, RayHead) and has_room:
+            path = self._cluster.weights_dir
+        else:
+            # A killed attempt leaves some.
+            shutil.rmtree(path, ignore_errors=True)
+        return open_publisher(self._spec, learner, path, host=host)
 
     def _of(self, kind: RoleKind) -> list[RunningRole]:
         return [role for role in self._roles if role.slot.kind is kind]
