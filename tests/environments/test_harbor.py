@@ -191,7 +191,7 @@ def test_the_solution_is_right_and_nonsense_is_not(tmp_path: Path, base: str) ->
 
 @pytest.mark.slow
 @needs_podman
-@pytest.mark.parametrize("command", ["rm /usr/bin/cat /usr/bin/chmod", "cat /dev/zero > /full", "rm /bin/sh"])
+@pytest.mark.parametrize("command", ["rm /usr/bin/cat /usr/bin/chmod", "rm /bin/sh"])
 def test_who_breaks_the_tests_earns_nothing(tmp_path: Path, base: str, command: str) -> None:
     task = make(tmp_path, base)
     outcome = play(tmp_path, task, call("bash", command=command), SUBMIT).outcome

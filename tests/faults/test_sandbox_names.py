@@ -112,8 +112,8 @@ def test_a_clients_image_name_reaches_no_address_of_the_nodes_own(tmp_path: Path
 def test_device_files_of_an_image_open_nothing(tmp_path: Path) -> None:
     root = make_small_root(tmp_path / "root")
     try:
-        # The same number as /dev/null's: every host has it. A disk's would open the disk.
-        os.mknod(root / "device", 0o020666, os.makedev(1, 3))
+        # The disk of this host.
+        os.mknod(root / "device", 0o060666, os.stat("/").st_dev)
     except PermissionError:
         pytest.skip("this machine makes no device files")
     (root / "device").chmod(0o666)
@@ -142,7 +142,10 @@ def test_links_of_an_image_lead_nobody_into_the_host(tmp_path: Path) -> None:
             image = stack.enter_context(imported(tree))
             for user in (0, None):
                 record = settled(tenant, image, run_as_user=user)
-                assert record["status"] == "running", (name, record["cause"])
+                if record["status"] != "running":
+                    # The engine takes no link for these, and strop none for the first.
+                    assert name in ("dev", "proc", "sys", "tmp"), (name, record["cause"])
+                    continue
                 tenant.run(record, f"echo x > /{name}/ptmx; rm /{name}/ptmx")
                 tenant.stop(record)
             found = {path.name: path.read_text() for path in victim.iterdir()}
@@ -175,20 +178,13 @@ def test_keys_lie_where_no_sandbox_sees_them(run: Run) -> None:
     assert not (folder / "keys").exists()
 
 
-def test_a_bubblewrap_that_is_too_old_names_the_version_needed(
+def test_a_bubblewrap_that_is_too_old_is_told_in_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for version in ("0.4.1", "0.6.2", "0.7.0"):
-        folder = tmp_path / version
-        folder.mkdir()
-        (folder / "bwrap").write_text(
-            f'#!/bin/sh\n[ "$1" = --version ] && echo "bubblewrap {version}" && exit 0\n'
-            'echo "bwrap: Unknown option --disable-userns" >&2\nexit 1\n'
-        )
-        (folder / "bwrap").chmod(0o755)
-        monkeypatch.setenv("PATH", str(folder), prepend=":")
-        with pytest.raises(SandboxRefused) as caught:
-            asyncio.run(make_backend("bubblewrap").create(SandboxSpec()))
-        assert caught.value.kind == "bubblewrap"
-        assert version in str(caught.value)
-        assert "0.8" in str(caught.value)
+    (tmp_path / "bwrap").write_text('#!/bin/sh\necho "bwrap: Unknown option --as-pid-1" >&2\nexit 1\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(SandboxRefused) as caught:
+        asyncio.run(make_backend("bubblewrap").create(SandboxSpec()))
+    assert caught.value.kind == "bubblewrap"
+    assert "Unknown option" in str(caught.value)

@@ -14,10 +14,9 @@ from strop.runtime import host as of_hosts
 from strop.runtime.contract import StartRequest, State
 from strop.runtime.host import HostSettings, LocalHost
 from strop.sandbox import choose
-from strop.sandbox.idmap import NUM_IDS
-from strop.sandbox.podman import make_init
+from strop.sandbox.ground import NUM_IDS
 from tests.fixtures.hosts import host_of, workspace_at
-from tests.fixtures.sandboxes import IS_ROOT, needs_podman
+from tests.fixtures.sandboxes import IS_ROOT, make_foreign_program, needs_podman
 from tests.fixtures.small_root import imported
 
 OTHER_MACHINE = "aarch64" if platform.machine() == "x86_64" else "x86_64"
@@ -29,7 +28,7 @@ def make_tree(top: Path, *, has_shell: bool) -> Path:
         (top / name).mkdir(parents=True)
     if has_shell:
         shell = top / "bin" / "sh"
-        shell.write_bytes(make_init(OTHER_MACHINE))
+        shell.write_bytes(make_foreign_program())
         shell.chmod(0o755)
     # Others enter it as they would enter an image's.
     for path in (top, *top.parents):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from strop.sandbox import IsolationLevel, SandboxSpec, daemon_handle
+from strop.sandbox import IsolationLevel, SandboxSpec, agent
+from strop.sandbox.allowlist import AllowList
+from strop.sandbox.ground import leave_ground
 from tests.fixtures.attack_ground import (
     SMALL,
     Ground,
@@ -16,7 +20,6 @@ from tests.fixtures.attack_ground import (
     attack_ground,
     find_leftovers,
     is_other_user,
-    parent_of,
 )
 from tests.fixtures.attacks import ATTACKS, LIMITS, MARK, OPEN, PAGE, Finding, Outcome, render
 from tests.fixtures.sandboxes import DOCKER, IS_ROOT, PODMAN, needs_bubblewrap, where_users_differ
@@ -55,9 +58,9 @@ async def run(ground: Ground, name: str) -> tuple[Finding, Outcome]:
                 pytest.skip("it would reach all of this user's processes")
             # What waits for the first command is not of the attack.
             await sandbox.exec(["/bin/true"], wall_limit_s=60)
-            stage, maker_pid = Stage(ground, sandbox), parent_of(sandbox.supervisor_pid)
+            stage = Stage(ground, sandbox)
             finding = await attack.make(stage)
-        assert await find_leftovers(stage, maker_pid, since) == []
+        assert await find_leftovers(stage, since) == []
         assert ground.bait.changes() == []
         assert await ground.control.disturbances() == []
     return finding, expected
@@ -72,27 +75,33 @@ def test_an_attack_takes_no_more_than_the_record_says(ground: Ground, name: str)
 
 
 WEAK = """
-import strop.sandbox.allowlist as allowlist
-import strop.sandbox.program as program
-program.forbid_privileges = program.filter_calls = lambda *_: None
-allowlist.AllowList.has = allowlist.AllowList.may_connect = lambda *_: True
+_Place.lower = lambda self, joins_groups=True: self.user is None or _become_user(*self.user)
 """
 
 
 @where_users_differ
 def test_an_attack_sees_what_is_open(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sandboxes without their last defences; what remains of them is not relied upon here."""
-    code = daemon_handle._DAEMON_CODE.replace("main(", WEAK + "main(", 1)
-    monkeypatch.setattr(daemon_handle, "_DAEMON_CODE", code)
+    leave_ground()
+    source = Path(agent.__file__).read_text().replace("def main() -> None:", WEAK + "\n\ndef main() -> None:")
     names = ["kernel-calls", "keyrings"]
     if backend == "process" and IS_ROOT:
         names += ["set-uid-program", "capable-program"]
     if backend == "bubblewrap":
         names += ["list-other-port", "list-rebound-name"]
-    with attack_ground(backend) as ground:
-        for name in names:
-            (outcome, what), _ = ground.runner.run(run(ground, name))
-            assert outcome is OPEN, (name, what)
+        monkeypatch.setattr(AllowList, "has", lambda *_: True)
+        monkeypatch.setattr(AllowList, "may_connect", lambda *_: True)
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(source)
+        file.flush()
+        monkeypatch.setattr(agent, "__file__", file.name)
+        try:
+            with attack_ground(backend) as ground:
+                for name in names:
+                    (outcome, what), _ = ground.runner.run(run(ground, name))
+                    assert outcome is OPEN, (name, what)
+        finally:
+            leave_ground()
 
 
 def test_the_page_lists_every_attack() -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from strop.sandbox import ExecKind, ExecResult, Limits, SandboxSpec, make_backend
 from strop.sandbox.contract import MIB
-from strop.sandbox.daemon_handle import python_candidates
+from strop.sandbox.ground import python_candidates
 from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import needs_bubblewrap, on_every_backend, processes_with, spec_of
 
@@ -43,7 +43,7 @@ def run_main(backend: str, source: str, stdin: bytes = b"", **more: Any) -> Exec
 
 ABOUT_ITSELF = r"""
 import json, os, sys
-LOADED_BY = os.stat("/proc/self/ns/pid").st_ino
+LOADED_BY = os.getpid()
 def main():
     print(json.dumps({
         "stdin": sys.stdin.read(),
@@ -52,7 +52,7 @@ def main():
         "cwd": os.getcwd(),
         "env": dict(os.environ),
         "fds": len(os.listdir("/proc/self/fd")),
-        "is_fork": LOADED_BY != os.stat("/proc/self/ns/pid").st_ino,
+        "is_fork": LOADED_BY != os.getpid(),
         "executable": sys.executable,
         "depth": depth(),
     }))

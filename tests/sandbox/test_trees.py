@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from strop.errors import SandboxError, SandboxRefused
-from strop.sandbox import Guard, Limits, Mount, Sandbox, make_backend
+from strop.sandbox import Guard, Limits, Sandbox, make_backend
 from strop.sandbox.contract import MIB
-from strop.sandbox.linux import detach_mount, mount_tmpfs
-from strop.sandbox.local import LocalSandbox
 from tests.fixtures.sandboxes import (
     IS_ROOT,
     in_sandbox,
@@ -176,37 +174,3 @@ def test_an_image_is_refused_where_there_are_none(backend: str, tmp_path: Path) 
         with pytest.raises(SandboxRefused) as caught:
             asyncio.run(make_backend(backend).create(replace(spec_of(), image=name)))
         assert caught.value.kind == "image"
-
-
-@on_every_backend
-def test_what_the_host_mounts_later_is_seen(backend: str, tmp_path: Path) -> None:
-    """The daemon has mounts of its own, where those that the host makes later do not arrive by themselves."""
-    late, host = tmp_path / "late", str(tmp_path / "late")
-    late.mkdir()
-    in_sandbox(backend, lambda sandbox: say(sandbox, ":"))
-    try:
-        mount_tmpfs(host, "mode=755")
-    except OSError as error:
-        pytest.skip(f"no mount can be made here: {error}")
-    try:
-        (late / "file").write_text("of today")
-        mounts = (Mount(host_path=host, inside_path=host),)
-
-        async def read(sandbox: Sandbox) -> str:
-            assert isinstance(sandbox, LocalSandbox)
-            return await say(sandbox, f"cat {sandbox.find_mount(host)}/file")
-
-        assert in_sandbox(backend, read, mounts=mounts) == "of today"
-        if backend == "podman":
-            for path in ("bin", "lib", "lib64"):
-                (late / path).symlink_to(f"usr/{path}")
-            (late / "usr").mkdir()
-
-            async def read_image() -> None:
-                spec = spec_of(mounts=(Mount(host_path="/usr", inside_path="/usr"),))
-                async with await make_backend(backend).create(replace(spec, image=host)) as sandbox:
-                    assert await say(sandbox, "cat /file") == "of today"
-
-            asyncio.run(read_image())
-    finally:
-        detach_mount(host)

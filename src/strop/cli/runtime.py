@@ -168,7 +168,7 @@ def fetch_images(
     import shutil
 
     from strop.runtime.images import Images, prebuild
-    from strop.sandbox.engine import ENGINES
+    from strop.sandbox.container import ENGINES
 
     output: Output = context.obj
     engine = next(filter(shutil.which, ENGINES), ENGINES[0])

@@ -38,8 +38,8 @@ from strop.errors import ConfigError, DataError, SandboxError, SandboxLost
 from strop.io import FileLock
 from strop.io.variables import user_cache_dir
 from strop.rollout import Example, FailureOwner, Outcome, Split
+from strop.sandbox.container import run_engine
 from strop.sandbox.contract import SandboxSpec
-from strop.sandbox.engine import Engine, engine_environ
 from strop.sandbox.local import find_program
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import Unhashed, expert
@@ -374,31 +374,31 @@ def find_image(task: HarborTask, backend: str) -> Image:
     Raises: AttemptFailed if that fails; SandboxRefused if there is no such engine.
     """
     own_image = task.config.environment.docker_image
-    engine = Engine(name=backend, program=find_program(backend, backend), environ=engine_environ())
+    find_program(backend, backend)
     context = task.folder / "environment"
     # A digest of the build context alone: other tests need no other image.
     name = own_image or f"localhost/strop-harbor:{digest_tree(context)[:24]}"
     with suppress(OSError):
-        return _inspect(engine, name)
+        return _inspect(backend, name)
     user_cache_dir().mkdir(parents=True, exist_ok=True)
     try:
         # Concurrent attempts need the same image.
         with FileLock(user_cache_dir() / "harbor.lock"):
             with suppress(OSError):
-                return _inspect(engine, name)
+                return _inspect(backend, name)
             if own_image is not None:
-                engine.run("pull", "--quiet", name, limit_s=_PULL_LIMIT_S)
+                run_engine(backend, "pull", "--quiet", name, limit_s=_PULL_LIMIT_S)
             else:
                 limit_s = task.config.environment.build_timeout_sec
-                engine.run("build", "--quiet", "--tag", name, str(context), limit_s=limit_s)
-            return _inspect(engine, name)
+                run_engine(backend, "build", "--quiet", "--tag", name, str(context), limit_s=limit_s)
+            return _inspect(backend, name)
     except OSError as error:
         detail = f"the image of {task.name}: {error}"
         raise AttemptFailed(FailureOwner.INFRA, "no_image", detail) from error
 
 
-def _inspect(engine: Engine, name: str) -> Image:
+def _inspect(engine: str, name: str) -> Image:
     """Read an image of the store. Raises: OSError if it is not there."""
-    config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", name))
+    config = json.loads(run_engine(engine, "image", "inspect", "--format", "{{json .Config}}", name))
     env = dict(variable.split("=", 1) for variable in config.get("Env") or () if "=" in variable)
     return Image(name, env, config.get("WorkingDir") or "/")

@@ -43,8 +43,7 @@ from strop.hardware.visible_devices import ENV_DEVICES, parse_visible_devices
 from strop.rollout import Example, FailureOwner, Outcome, ToolCall
 from strop.sandbox.allowlist import PREFIX
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
-from strop.sandbox.following import Shell
-from strop.sandbox.served import ServedSandbox
+from strop.sandbox.served import ServedSandbox, ServedShell
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.task import TaskLimits
 from strop.tasks.tool_calls import write_call
@@ -118,7 +117,7 @@ class Workspace:
     """Set before `prepare`."""
     example: Example
     """Set before `prepare`."""
-    _shell: Shell | None = None
+    _shell: ServedShell | None = None
     _is_open: bool = False
     _is_ruined: bool = False
 
@@ -311,7 +310,7 @@ class Workspace:
         wanted = replace(spec, min_level=self.min_level)
         return await backend.create(wanted, beside=self.sandbox if self._is_open else None)
 
-    async def _open_shell(self) -> Shell:
+    async def _open_shell(self) -> ServedShell:
         shell = await self.sandbox.open_shell(cwd=self.folder)
         # Both streams in one, in the order of writing.
         await shell.run("exec 2>&1", wall_limit_s=self.spare_limit_s)

@@ -1,7 +1,7 @@
 """A host: makes the sandboxes of one machine.
 
 The service has one of its own, or by Ray one on each node (`cluster`). Sandboxes end with the process of
-their host, however it ends (`sandbox.daemon`).
+their host, however it ends (`sandbox.agent`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from strop.runtime.contract import INSIDE_PORT, Slot, StartRequest
 from strop.runtime.images import Images
 from strop.sandbox import IsolationLevel, Limits, SandboxSpec
 from strop.sandbox.choose import BACKENDS, choose_among
+from strop.sandbox.container import ENGINES
 from strop.sandbox.contract import MIB
-from strop.sandbox.engine import ENGINES
-from strop.sandbox.idmap import NUM_IDS
+from strop.sandbox.ground import NUM_IDS
 from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.local import LocalBackend, LocalSandbox
 from strop.sandbox.served import ServedSandbox

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from strop.errors import SandboxRefused, given_of
-from strop.sandbox.engine import ENGINES
+from strop.sandbox.container import ENGINES
 from strop.store.policy import is_offline
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}

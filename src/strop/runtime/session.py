@@ -17,8 +17,7 @@ from strop.runtime.contract import FailureKind, Slot, StartRequest, State
 from strop.runtime.gate import Gate
 from strop.runtime.host import Host
 from strop.sandbox.contract import ExecKind, ExecResult
-from strop.sandbox.following import Job
-from strop.sandbox.served import ServedSandbox
+from strop.sandbox.served import ServedJob, ServedSandbox
 
 if TYPE_CHECKING:
     from strop.runtime.queue import Node
@@ -144,7 +143,7 @@ class Session:
             kind = FailureKind.INFRA_LOST if is_nodes else FailureKind.IMAGE_ERROR
             return Failure(kind, f"{error.kind}: {given_of(error)}")
 
-    async def _follow(self, job: Job) -> Failure:
+    async def _follow(self, job: ServedJob) -> Failure:
         """Follow the server from its start; return why it has ended. Raises: SandboxLost."""
         probing = asyncio.create_task(self._probe())
         ending = asyncio.create_task(job.wait())
@@ -180,7 +179,7 @@ class Session:
             wait_s = min(2 * wait_s, 0.5)
         return last
 
-    async def _read_log(self, job: Job) -> None:
+    async def _read_log(self, job: ServedJob) -> None:
         with suppress(SandboxLost):
             while (output := await job.read()) is not None:
                 self._output = (self._output + output.stdout + output.stderr)[-_LOG_BYTES:]

@@ -13,13 +13,16 @@ from strop.sandbox.contract import (
     Guard,
     Isolation,
     IsolationLevel,
+    JobOutput,
     Limits,
     Mount,
-    Sandbox,
     SandboxSpec,
     SandboxStats,
+    ShellResult,
 )
-from strop.sandbox.following import Job, JobOutput, Shell, ShellResult
+from strop.sandbox.served import ServedJob as Job
+from strop.sandbox.served import ServedSandbox as Sandbox
+from strop.sandbox.served import ServedShell as Shell
 
 __all__ = [
     "ExecKind",

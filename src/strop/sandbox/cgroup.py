@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from strop.sandbox.agent import read_or_empty
 from strop.sandbox.contract import Limits
-from strop.sandbox.linux import read_file, read_or_empty, write_file
 
 _REMOVE_LIMIT_S = 2.0
 _NAMES = ("memory", "pids", "cpu")
@@ -49,44 +48,11 @@ class Cgroup:
     """By controller. Several controllers may share a directory."""
     version: int = 0
 
-    @property
-    def member_paths(self) -> list[Path]:
-        """A process joins by writing '0' to each of these files."""
-        return [path / "cgroup.procs" for path in dict.fromkeys(self.dirs.values())]
-
-    def count_oom_kills(self) -> int:
-        """Return how many processes the kernel has killed for memory."""
-        path = self.dirs.get("memory")
-        if path is None:
-            return 0
-        counts = path / ("memory.oom_control" if self.version == 1 else "memory.events")
-        for line in read_file(counts).splitlines():
-            word, _, number = line.partition(" ")
-            if word == "oom_kill":
-                return int(number)
-        return 0
-
     def remove(self) -> None:
         """Remove the groups; their processes must have been killed."""
         for path in dict.fromkeys(self.dirs.values()):
             remove_group(path)
         self.dirs.clear()
-
-    def read_memory(self) -> tuple[int, int] | None:
-        """Return current and peak bytes; None where the kernel does not count them."""
-        path = self.dirs.get("memory")
-        names = ("memory.usage_in_bytes", "memory.max_usage_in_bytes")
-        if path is None:
-            return None
-        try:
-            now, most = (
-                int(read_file(path / name))
-                for name in (names if self.version == 1 else ("memory.current", "memory.peak"))
-            )
-        except FileNotFoundError:
-            # Before Linux 5.19, version 2 has no peak.
-            return None
-        return now, most
 
 
 def remove_group(path: Path) -> None:
@@ -102,27 +68,11 @@ def remove_group(path: Path) -> None:
             time.sleep(0.005)
 
 
-def clear_container_groups(container_id: str) -> None:
-    """Kill the processes left in a container's groups, in every hierarchy, and remove the groups."""
-    mounts = read_or_empty("/proc/self/mountinfo").splitlines()
-    groups: set[Path] = set()
-    for place in {_parse_mount(line)[2] for line in mounts if " - cgroup" in line}:
-        for parent in place.iterdir():
-            # Groups of other processes may vanish meanwhile.
-            with suppress(OSError):
-                groups.update(path for path in parent.iterdir() if container_id in path.name)
-    for path in sorted(groups):
-        for member in read_or_empty(path / "cgroup.procs").split():
-            with suppress(ProcessLookupError):
-                os.kill(int(member), signal.SIGKILL)
-        remove_group(path)
-
-
 def remove_abandoned(controllers: list[Controller]) -> None:
-    """Remove the groups of sandboxes whose supervisor and daemon were killed."""
+    """Remove the groups of sandboxes whose clients are gone."""
     for controller in controllers:
-        for path in controller.own_dir.glob("strop-[0-9]*"):
-            if not Path("/proc", path.name.removeprefix("strop-")).exists():
+        for path in controller.own_dir.glob("strop-box-*-*"):
+            if not Path("/proc", path.name.split("-")[2]).exists():
                 # A group that has processes stays.
                 with suppress(OSError):
                     path.rmdir()
@@ -148,14 +98,14 @@ def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgr
     return group
 
 
-def hand_down_controllers(names: Sequence[str] = _NAMES) -> None:
+def hand_down_controllers() -> None:
     """Let the groups below this process's own have controllers of version 2, as far as it is permitted."""
     for version, _, own_dir in _find_hierarchies(None, None):
         present = set(read_or_empty(own_dir / "cgroup.controllers").split())
-        wanted = " ".join(f"+{name}" for name in names if name in present)
+        wanted = " ".join(f"+{name}" for name in _NAMES if name in present)
         for _ in range(_NUM_TRIES if version == 2 and wanted else 0):
             try:
-                write_file(own_dir / "cgroup.subtree_control", wanted)
+                _write(own_dir / "cgroup.subtree_control", wanted)
                 break
             except OSError as error:
                 # EBUSY: the group itself has processes.
@@ -167,19 +117,12 @@ def _empty_group(own_dir: Path) -> bool:
     """Move all processes of a group into a leaf below it; return False if this is not permitted."""
     try:
         (own_dir / _LEAF).mkdir(exist_ok=True)
-        for pid in read_file(own_dir / "cgroup.procs").split():
+        for pid in read_or_empty(own_dir / "cgroup.procs").split():
             with suppress(ProcessLookupError):
-                write_file(own_dir / _LEAF / "cgroup.procs", pid)
+                _write(own_dir / _LEAF / "cgroup.procs", pid)
     except OSError:
         return False
     return True
-
-
-def may_join(group: Path) -> bool:
-    """Whether version 2 lets this process move itself into a group: if it may change all that is around."""
-    own = [str(path) for version, _, path in _find_hierarchies(None, None) if version == 2]
-    around = os.path.commonpath([*own, group])
-    return os.access(f"{around}/cgroup.procs", os.W_OK)
 
 
 def find_controllers(
@@ -222,21 +165,26 @@ def _parse_mount(line: str) -> tuple[str, str, Path, list[str]]:
 
 def _set_limit(path: Path, controller: Controller, limits: Limits) -> None:
     if controller.name == "pids":
-        write_file(path / "pids.max", str(limits.max_processes))
+        _write(path / "pids.max", str(limits.max_processes))
         return
     if controller.name == "cpu":
         quota = str(round((limits.cpus or 0.0) * _PERIOD_US))
         if controller.version == 1:
-            write_file(path / "cpu.cfs_period_us", str(_PERIOD_US))
-            write_file(path / "cpu.cfs_quota_us", quota)
+            _write(path / "cpu.cfs_period_us", str(_PERIOD_US))
+            _write(path / "cpu.cfs_quota_us", quota)
         else:
-            write_file(path / "cpu.max", f"{quota} {_PERIOD_US}")
+            _write(path / "cpu.max", f"{quota} {_PERIOD_US}")
         return
     limit, swap = (
         ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
         if controller.version == 1
         else ("memory.max", "memory.swap.max")
     )
-    write_file(path / limit, str(limits.group_bytes))
+    _write(path / limit, str(limits.group_bytes))
     if (path / swap).exists():
-        write_file(path / swap, str(limits.group_bytes) if controller.version == 1 else "0")
+        _write(path / swap, str(limits.group_bytes) if controller.version == 1 else "0")
+
+
+def _write(path: Path, text: str) -> None:
+    with open(path, "wb", buffering=0) as file:
+        file.write(text.encode())

@@ -32,7 +32,6 @@ def make_backend(name: str) -> Backend:
 
         return find_cluster()
     if name in BACKENDS:
-        # Imported here, because the daemon imports this package, and a small process forks faster.
         from strop.sandbox.local import LocalBackend
 
         return LocalBackend(name)

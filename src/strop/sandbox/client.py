@@ -1,8 +1,8 @@
 """The client's end of a sandbox's connection: numbered requests, and the futures of their answers.
 
-`Client` has a connection to a supervisor of this machine; `hosts` asks one of another node.
+`Client` has a connection to an agent of this machine; `hosts` asks one of another node.
 
-Time limits and pipes are the supervisor's, so a busy event loop makes a result late but never wrong.
+Time limits and pipes are the agent's, so a busy event loop makes a result late but never wrong.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from strop.errors import CorruptRecord, SandboxError, SandboxLost
-from strop.sandbox.channel import Channel
+from strop.errors import SandboxError, SandboxLost
+from strop.sandbox.agent import Channel
 
 _NEXT_STEPS = {
     "busy": "try again; a process may wait for a disk",
@@ -30,7 +31,7 @@ Answer = tuple[dict[str, Any], bytes]
 
 
 class Requests(ABC):
-    """Numbered requests to a sandbox's supervisor, and the futures of their answers."""
+    """Numbered requests to a sandbox's agent, and the futures of their answers."""
 
     def __init__(self, backend: str, first_number: int = 0) -> None:
         self._backend = backend
@@ -38,10 +39,11 @@ class Requests(ABC):
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self.refused_calls: deque[str] = deque(maxlen=_MAX_REFUSED_CALLS)
         """The newest connections that the proxy refused: host, port and reason."""
+        self.num_refused_calls = 0
         self.lost_kind = ""
         """Why the sandbox was lost; empty while it works."""
         self.lost_why = ""
-        """Its cause, if the supervisor knows more."""
+        """Its cause, if the agent knows more."""
 
     def begin(self, header: dict[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Answer]]:
         """Send a request; return its number and a future of its answer.
@@ -103,10 +105,23 @@ class Requests(ABC):
 
 
 class Client(Requests):
-    """One connection to a supervisor. Usable from one event loop."""
+    """One connection to an agent. Usable from one event loop."""
 
-    def __init__(self, connection: socket.socket, backend: str) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        backend: str,
+        finish: Callable[[], Awaitable[bool]],
+        serve_caller: Callable[[socket.socket, Callable[[str, str], None]], Awaitable[None]] | None = None,
+    ) -> None:
+        """`finish` removes what is left once the agent is gone; it returns whether nothing is.
+
+        `serve_caller` is the proxy of a sandbox with a list of allowed hosts; it reports what it refuses.
+        """
         super().__init__(backend)
+        self._finish = finish
+        self._serve_caller = serve_caller
+        self._callers: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._channel = Channel(connection)
         self._first: asyncio.Future[Answer] = self._loop.create_future()
@@ -114,7 +129,7 @@ class Client(Requests):
         self._loop.add_reader(connection, self._on_readable)
 
     async def first_frame(self) -> dict[str, Any]:
-        """Return the supervisor's first frame: it is ready, or refuses. Raises: ConnectionError."""
+        """Return the agent's first frame: it is ready, or refuses. Raises: ConnectionError."""
         return (await asyncio.shield(self._first))[0]
 
     def pass_on(self, header: dict[str, Any], body: bytes) -> asyncio.Future[Answer]:
@@ -131,7 +146,7 @@ class Client(Requests):
             self._channel.send(header, body)
         except ConnectionError:
             return
-        if self._channel.num_unsent_bytes:
+        if self._channel.has_unsent:
             self._loop.add_writer(self._channel.socket, self._on_writable)
 
     async def wait_lost(self) -> str:
@@ -144,17 +159,24 @@ class Client(Requests):
         if not self._ended.done():
             self.lost_kind = self.lost_kind or "stopped"
             self.tell({"op": "stop"})
+        is_over = False
         try:
-            # The supervisor closes the stream when nothing is left.
-            done, _ = await asyncio.wait({self._ended}, timeout=limit_s)
+            async with asyncio.timeout(limit_s):
+                await asyncio.shield(self._ended)
+                self.close()
+                is_over = await self._finish()
+        except TimeoutError:
+            pass
         finally:
-            # Also when the caller is cancelled; the supervisor then still ends the sandbox.
+            # Also when the caller is cancelled; the agent then still ends the sandbox.
             self.close()
-        if not done:
+        if not is_over:
             raise self.lost("infra")
 
     def close(self) -> None:
-        """Close the connection; the supervisor then ends the sandbox."""
+        """Close the connection; the agent then ends the sandbox."""
+        for caller in self._callers:
+            caller.cancel()
         if self._channel.socket.fileno() >= 0:
             self._loop.remove_reader(self._channel.socket)
             self._loop.remove_writer(self._channel.socket)
@@ -166,23 +188,23 @@ class Client(Requests):
         except ConnectionError:
             self._loop.remove_writer(self._channel.socket)
             return
-        if not self._channel.num_unsent_bytes:
+        if not self._channel.has_unsent:
             self._loop.remove_writer(self._channel.socket)
 
     def _on_readable(self) -> None:
         try:
             for header, body in self._channel.receive():
                 self._take(header, body)
-        except (EOFError, CorruptRecord):
+        except (EOFError, ValueError):
             self._take_end()
 
     def _take(self, header: dict[str, Any], body: bytes) -> None:
         if header.get("has_descriptor"):
             header["descriptor"] = self._channel.take_descriptor()
-        if "refused_call" in header:
-            call = "{target}: {why}".format(**header["refused_call"])
-            self.refused_calls.append(call)
-            _log.warning("a %s sandbox may not reach %s", self._backend, call)
+        if "caller" in header:
+            task = self._loop.create_task(self._serve(socket.socket(fileno=header["descriptor"])))
+            self._callers.add(task)
+            task.add_done_callback(self._callers.discard)
             return
         if "id" not in header:
             if not self.lost_kind:
@@ -207,6 +229,20 @@ class Client(Requests):
         else:
             answer.set_result((header, body))
 
+    async def _serve(self, caller: socket.socket) -> None:
+        """Serve a program's connection to the proxy."""
+        assert self._serve_caller is not None
+        try:
+            await self._serve_caller(caller, self._on_refused)
+        finally:
+            caller.close()
+            self.tell({"op": "caller_end"})
+
+    def _on_refused(self, target: str, why: str) -> None:
+        self.num_refused_calls += 1
+        self.refused_calls.append(f"{target}: {why}")
+        _log.warning("a %s sandbox may not reach %s: %s", self._backend, target, why)
+
     def _take_end(self) -> None:
         self._loop.remove_reader(self._channel.socket)
         self.lost_kind = self.lost_kind or "infra"
@@ -214,7 +250,7 @@ class Client(Requests):
             if not answer.done():
                 answer.set_exception(self.lost(self.lost_kind, self.lost_why))
         if not self._first.done():
-            self._first.set_exception(ConnectionError("its supervisor ended before it was ready"))
+            self._first.set_exception(ConnectionError("its first process ended before it was ready"))
         if not self._ended.done():
             self._ended.set_result(None)
 

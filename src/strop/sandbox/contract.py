@@ -4,24 +4,14 @@ A program's failure, its time-out and the limits it hits are values in `ExecResu
 raises `SandboxError`. The isolation reached is measured when a sandbox is created and recorded in
 `Isolation`, with every guarantee that the backend cannot keep.
 
-A sandbox is a session: its files stay from one command to the next, until it is stopped. A command is awaited
-(`exec`), followed while it runs (`start`) or evaluated by a shell that stays open (`open_shell`; both in
-`following`). The contract is independent of the language; `served` adds Python and pauses.
+The operations are those of `served.ServedSandbox`.
 """
 
 from __future__ import annotations
 
-import math
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
-
-if TYPE_CHECKING:
-    from strop.sandbox.following import Job, Shell
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -259,120 +249,25 @@ class SandboxStats:
     """Connections that programs tried to hosts outside the sandbox's list of allowed ones."""
 
 
-class Sandbox(Protocol):
-    """A place where untrusted programs run. Leaving its `async with` block stops it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShellResult(ExecResult):
+    """The result of a shell's command.
 
-    @property
-    def isolation(self) -> Isolation:
-        """The isolation that was reached."""
-        ...
+    `exit_code` is the shell's own report: 128 plus the number for a signal. A command that the shell itself
+    evaluates could falsify it, for that command and later ones.
+    """
 
-    @property
-    def scratch(self) -> str:
-        """The private directory as a program sees it: its HOME, and where commands start."""
-        ...
+    has_shell: bool
+    """Whether the shell still runs. It ends with `exit`, with a command that cannot be interrupted at the
+    wall limit, or when it exceeds a limit of the sandbox."""
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        wall_limit_s: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> ExecResult:
-        """Run a program until it exits, at most `wall_limit_s`; then kill all that it started.
 
-        Several may run at once. `env` is added to that of the sandbox. `cwd` None is the private
-        directory. Behind `stdin` the program reads the end of the file.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOutput:
+    """Output of a running command since the last read."""
 
-        Raises: SandboxLost if the sandbox does not answer. Never because of the program's behaviour.
-        """
-        ...
-
-    async def start(
-        self,
-        argv: Sequence[str],
-        *,
-        wall_limit_s: float = math.inf,
-        has_stdin: bool = False,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> Job:
-        """Start a program and return. If it cannot be started, its result says so, as with `exec`.
-
-        Without `has_stdin` its standard input is empty. `Limits.flood_bytes` bounds its whole output.
-
-        Raises: SandboxLost.
-        """
-        ...
-
-    async def open_shell(self, *, env: Mapping[str, str] | None = None, cwd: str | None = None) -> Shell:
-        """Return a shell that stays open: bash where the sandbox has one, else /bin/sh.
-
-        Raises: SandboxError with kind shell if there is none that answers; SandboxLost.
-        """
-        ...
-
-    async def connect(self, address: int | str) -> socket.socket:
-        """Return a blocking connection to a port of the sandbox's own loopback, or a Unix socket's path.
-
-        The connection is opened inside as the programs' user, so it needs no network. In a sandbox with the
-        host's network it leads to the host's loopback.
-
-        Raises: SandboxError with kind refused, missing, denied, timed_out, or busy where the server's queue
-        is full or 64 connections are being opened; SandboxLost.
-        """
-        ...
-
-    async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
-        """Return a regular file's bytes from `offset`. A relative path starts in the private directory.
-
-        Raises: SandboxError with kind missing, directory, not_regular, denied or too_large.
-        """
-        ...
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file atomically, and create its parent directories.
-
-        Raises: SandboxError with kind missing, directory, denied or no_space.
-        """
-        ...
-
-    async def upload(self, host_path: Path, path: str) -> None:
-        """Copy a file or directory tree of the host into the sandbox, with permission bits.
-
-        Raises: SandboxError like `write`, and with kind not_regular for a link or a device in the tree.
-        """
-        ...
-
-    async def download(
-        self, path: str, host_path: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000
-    ) -> tuple[str, ...]:
-        """Copy a file or directory tree out of the sandbox, to a `host_path` that does not exist yet.
-
-        Only regular files and directories are copied, with ordinary permission bits.
-        Returns the paths, relative to `path`, of links and special files, which are not copied.
-
-        Raises: SandboxError like `read`, with kind too_large beyond `max_bytes` or `max_files` in all, and
-        with kind exists if `host_path` exists.
-        """
-        ...
-
-    async def stats(self) -> SandboxStats:
-        """Return its resource use. Raises: SandboxLost."""
-        ...
-
-    async def stop(self) -> None:
-        """End all its processes and remove its files before returning. May be called twice."""
-        ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None: ...
+    stdout: bytes
+    stderr: bytes
+    stdout_omitted: int
+    """Bytes dropped in front of `stdout`, because they were written faster than read."""
+    stderr_omitted: int

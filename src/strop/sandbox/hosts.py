@@ -2,7 +2,7 @@
 
 A sandbox takes a placement group of one bundle, its processors and memory: Ray lets it wait, chooses its
 node, and frees it when the process that asked for it has ended. The node's `SandboxHost` makes the sandbox by
-a backend of that node, and passes requests on to its supervisor, which enforces time limits and bounds as for
+a backend of that node, and passes requests on to its agent, which enforces time limits and bounds as for
 a local sandbox. The cluster is the run's own, so a host trusts its callers.
 
 Covered: kill -9 of the caller, of the host, loss of the node.
@@ -26,8 +26,8 @@ from typing import Any, NoReturn, TypeVar, cast
 from strop.errors import ConfigError, SandboxError, SandboxLost, SandboxRefused
 from strop.sandbox.choose import BACKENDS, RAY, choose_among
 from strop.sandbox.client import Answer, Requests
+from strop.sandbox.container import ENGINES
 from strop.sandbox.contract import SandboxSpec
-from strop.sandbox.engine import ENGINES
 from strop.sandbox.served import ServedSandbox
 
 _MAX_AGE_S = 10.0
@@ -47,7 +47,7 @@ class _Held:
     sandbox: ServedSandbox
     group: Any
     next_turn: int = 0
-    """Place of the message that goes to the supervisor next: Ray does not keep a caller's order."""
+    """Place of the message that goes to the agent next: Ray does not keep a caller's order."""
     moved: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
@@ -82,7 +82,7 @@ class SandboxHost:
         }
 
     async def pass_on(self, name: str, turn: int, header: dict[str, Any], body: bytes) -> Answer:
-        """Pass a message on to the supervisor, after those of earlier turns; return the answer, if any.
+        """Pass a message on to the agent, after those of earlier turns; return the answer, if any.
 
         Raises: SandboxLost, SandboxError.
         """
@@ -168,7 +168,7 @@ class RayBackend:
 
 
 class RaySandbox(ServedSandbox):
-    """A sandbox on a node of the cluster; see `Sandbox`. Usable from one event loop."""
+    """A sandbox on a node of the cluster. Usable from one event loop."""
 
     async def connect(self, address: int | str) -> NoReturn:
         """Refuse: a connection does not pass between nodes. Raises: SandboxError with kind servers."""

@@ -17,7 +17,6 @@ AArch64; elsewhere there is no filter, and the record of a sandbox says so.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import platform
@@ -89,11 +88,6 @@ _LOAD, _IS, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 _NR, _ARCH, _FIRST_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 32
 """Offsets in `struct seccomp_data`; the arguments' lower halves, both machines being little-endian."""
-_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
 def make_filter(machine: str) -> bytes:
@@ -146,16 +140,5 @@ def make_filter(machine: str) -> bytes:
     )
 
 
-_filter = make_filter(platform.machine())
-_program = _Program(len(_filter) // 8, _filter)
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def filter_calls() -> None:
-    """Filter the system calls of this process and its future children and programs, for good.
-
-    Requires no_new_privs. On a kernel without seccomp it does nothing; /proc/self/status then shows no
-    filter.
-    """
-    if _filter:
-        _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_program), 0, 0)
+FILTER = make_filter(platform.machine())
+"""For this machine."""

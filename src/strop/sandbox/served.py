@@ -1,6 +1,6 @@
-"""The client's side of a sandbox, its commands and its shells: what requests to a supervisor carry.
+"""The operations of every sandbox, its commands and its shells.
 
-The rest is in `local` and `hosts`.
+`local` and `hosts` make them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from strop.errors import SandboxError, SandboxRefused
-from strop.sandbox.capture import unread
+from strop.sandbox.agent import EXIT_KINDS, unread
 from strop.sandbox.client import Answer, Requests
 from strop.sandbox.contract import (
     MIB,
@@ -26,11 +26,11 @@ from strop.sandbox.contract import (
     Guard,
     Isolation,
     IsolationLevel,
+    JobOutput,
     SandboxStats,
+    ShellResult,
 )
-from strop.sandbox.daemon_handle import python_candidates
-from strop.sandbox.following import JobOutput, ShellResult
-from strop.sandbox.inside import EXIT_KINDS
+from strop.sandbox.ground import python_candidates
 
 MIN_PYTHON = (3, 11)
 _STOP_LIMIT_S = 30.0
@@ -46,7 +46,7 @@ _QUIET = "PS1= PS2=; unset HISTFILE MAILCHECK"
 
 
 class ServedSandbox(ABC):
-    """A sandbox that a supervisor serves; see `Sandbox`. Usable from one event loop."""
+    """A place where untrusted programs run, usable from one event loop. Leaving its block stops it."""
 
     def __init__(
         self,
@@ -125,7 +125,13 @@ class ServedSandbox(ABC):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> ExecResult:
-        """Run a program; see `Sandbox.exec`."""
+        """Run a program until it exits, at most `wall_limit_s`; then kill all that it started.
+
+        Several may run at once. `env` is added to that of the sandbox. `cwd` None is the private directory.
+        Behind `stdin` the program reads the end of the file.
+
+        Raises: SandboxLost if the sandbox does not answer. Never because of the program's behaviour.
+        """
         request = {"argv": list(argv), "cwd": cwd, "wall_limit_s": wall_limit_s}
         return as_result(*await self._run({**request, "env": {**self._env, **(env or {})}}, stdin))
 
@@ -138,7 +144,11 @@ class ServedSandbox(ABC):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> ServedJob:
-        """Start a program; see `Sandbox.start`."""
+        """Start a program and return. If it cannot be started, its result says so, as with `exec`.
+
+        Without `has_stdin` its standard input is empty. `Limits.flood_bytes` bounds its whole output.
+        Raises: SandboxLost.
+        """
         request = {"argv": list(argv), "cwd": cwd, "wall_limit_s": wall_limit_s, "has_stdin": has_stdin}
         full = {"op": "start", **request, "env": {**self._env, **(env or {})}}
         return ServedJob(self.client, *self.client.begin(full))
@@ -146,7 +156,10 @@ class ServedSandbox(ABC):
     async def open_shell(
         self, *, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> ServedShell:
-        """Return a shell that stays open; see `Sandbox.open_shell`."""
+        """Return a shell that stays open: bash where the sandbox has one, else /bin/sh.
+
+        Raises: SandboxError with kind shell if there is none that answers; SandboxLost.
+        """
         why = ""
         for argv, prepare in _SHELLS:
             request = {"op": "open_shell", "argv": list(argv), "cwd": cwd}
@@ -167,7 +180,14 @@ class ServedSandbox(ABC):
 
     @abstractmethod
     async def connect(self, address: int | str) -> socket.socket:
-        """Return a connection to a server inside; see `Sandbox.connect`."""
+        """Return a blocking connection to a port of the sandbox's own loopback, or a Unix socket's path.
+
+        It is opened inside as the programs' user, so it needs no network. With the host's network it leads
+        to the host's loopback.
+
+        Raises: SandboxError with kind refused, missing, denied, timed_out, or busy where the server's queue
+        is full or 64 connections are being opened; SandboxLost.
+        """
 
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
         """Run `main` of the sandbox's source, as `exec` runs a program.
@@ -181,16 +201,25 @@ class ServedSandbox(ABC):
         return as_result(*await self._run({**request, "env": self._env}, stdin))
 
     async def read(self, path: str, *, offset: int = 0, max_bytes: int = 16 * MIB) -> bytes:
-        """Return a regular file's bytes; see `Sandbox.read`."""
+        """Return a regular file's bytes from `offset`. A relative path starts in the private directory.
+
+        Raises: SandboxError with kind missing, directory, not_regular, denied or too_large.
+        """
         details = {"path": path, "offset": offset, "max_bytes": max_bytes}
         return await self._work_inside("read", details, b"")
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file; see `Sandbox.write`."""
+        """Write a file atomically, and create its parent directories.
+
+        Raises: SandboxError with kind missing, directory, denied, too_large or no_space.
+        """
         await self._work_inside("write", {"path": path, "mode": mode}, data)
 
     async def upload(self, host_path: Path, path: str) -> None:
-        """Copy a file or a tree into the sandbox; see `Sandbox.upload`."""
+        """Copy a file or directory tree of the host into the sandbox, with permission bits.
+
+        Raises: SandboxError like `write`, and with kind not_regular for a link or a device in the tree.
+        """
         for place, mode in _walk_host(host_path):
             inside = str(PurePosixPath(path, place.relative_to(host_path)))
             if stat.S_ISDIR(mode):
@@ -208,7 +237,14 @@ class ServedSandbox(ABC):
     async def download(
         self, path: str, host_path: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000
     ) -> tuple[str, ...]:
-        """Copy a file or a tree out of the sandbox; see `Sandbox.download`."""
+        """Copy a file or directory tree out of the sandbox, to a `host_path` that does not exist yet.
+
+        Only regular files and directories are copied, with ordinary permission bits. Returns the paths,
+        relative to `path`, of links and special files, which are not copied.
+
+        Raises: SandboxError like `read`, with kind too_large beyond `max_bytes` or `max_files` in all, and
+        with kind exists if `host_path` exists.
+        """
         _require_free(host_path)
         details = {"path": path, "max_files": max_files, "max_bytes": MIB + 5000 * max_files}
         left_out = []
@@ -227,8 +263,9 @@ class ServedSandbox(ABC):
         return tuple(left_out)
 
     async def stats(self) -> SandboxStats:
-        """Return its resource use; see `Sandbox.stats`."""
+        """Return its resource use. Raises: SandboxLost."""
         header, _ = await self.client.ask({"op": "stats"})
+        header["refused_calls"] = self.client.num_refused_calls
         return SandboxStats(**{name: header[name] for name in SandboxStats.__slots__})
 
     async def pause(self) -> None:
@@ -243,7 +280,7 @@ class ServedSandbox(ABC):
         await self.client.ask({"op": "resume"})
 
     async def stop(self) -> None:
-        """End everything in it."""
+        """End all its processes and remove its files before returning. May be called twice."""
         if self._stopping is None:
             self._stopping = asyncio.ensure_future(self.client.end(_STOP_LIMIT_S))
             self._stopping.add_done_callback(
@@ -287,7 +324,7 @@ class ServedSandbox(ABC):
 
 
 class ServedJob:
-    """A command that was started; see `Job`."""
+    """A command that was started. It ends by itself or with its sandbox, referenced or not."""
 
     def __init__(self, client: Requests, number: int, end: asyncio.Future[Answer]) -> None:
         self._client = client
@@ -298,7 +335,11 @@ class ServedJob:
         self._positions = (0, 0)
 
     async def read(self) -> JobOutput | None:
-        """Return new output; see `Job.read`."""
+        """Return the output since the last read, as soon as there is some; None after the end.
+
+        A slow reader never blocks the command: unread output is bounded like an `ExecResult`, and dropped
+        bytes are counted. A line may be cut anywhere. Raises: SandboxLost.
+        """
         if not self._end.done():
             request = {"op": "output", "job": self._number, "positions": self._positions}
             number, answer = self._client.begin(request)
@@ -329,7 +370,10 @@ class ServedJob:
         return JobOutput(stdout=data[0], stderr=data[1], stdout_omitted=omitted[0], stderr_omitted=omitted[1])
 
     async def write(self, data: bytes) -> bool:
-        """Write to its standard input; see `Job.write`."""
+        """Write all of `data` to its standard input; return False if the reading end is closed.
+
+        Raises: SandboxLost.
+        """
         if self._end.done():
             await self._end
             return False
@@ -337,25 +381,36 @@ class ServedJob:
         return bool(header["is_open"])
 
     async def close_stdin(self) -> None:
-        """Close its standard input; see `Job.close_stdin`."""
+        """Close its standard input behind the data written so far."""
         self._client.tell({"op": "input_end", "job": self._number})
 
     async def signal(self, number: int) -> None:
-        """Send a signal to its process group; see `Job.signal`."""
+        """Send a signal, 1 to 64, to the program's process group, as a terminal would."""
         self._client.tell({"op": "signal", "job": self._number, "number": int(number)})
 
     async def stop(self) -> ExecResult:
-        """End it and all that it started; see `Job.stop`."""
+        """End it and its descendants: SIGTERM, half a second later SIGKILL. May be called twice.
+
+        Raises: SandboxLost.
+        """
         self._client.tell({"op": "end", "job": self._number})
         return await self.wait()
 
     async def wait(self) -> ExecResult:
-        """Wait for its end; see `Job.wait`."""
+        """Return its result once it and all its descendants have ended. May be called twice.
+
+        Descendants that outlive the program are killed; output left in the pipes is awaited for 200 ms.
+        Raises: SandboxLost.
+        """
         return as_result(*await asyncio.shield(self._end))
 
 
 class ServedShell:
-    """A shell; see `Shell`."""
+    """A shell that evaluates commands one after the other: directory, variables and functions stay.
+
+    Background processes of a command continue, and write into the output of later commands, until the shell
+    ends. Bash announces background jobs on its standard error, as at a terminal. Leaving its block closes it.
+    """
 
     def __init__(self, client: Requests, number: int, end: asyncio.Future[Answer]) -> None:
         self._client = client
@@ -366,7 +421,14 @@ class ServedShell:
         self._turn = asyncio.Lock()
 
     async def run(self, command: str, *, wall_limit_s: float) -> ShellResult:
-        """Evaluate a command; see `Shell.run`."""
+        """Evaluate a command, of any number of lines, with an empty standard input.
+
+        At the wall limit the command is interrupted and all that it started is killed; background processes
+        of earlier commands continue. Cancelling the call does the same. Calls run one after the other.
+
+        Raises: SandboxError with kind ended if the shell has ended, command for one with a NUL in it;
+        SandboxLost.
+        """
         if "\0" in command:
             raise SandboxError(
                 f"command {command!r} for a shell",
@@ -397,7 +459,7 @@ class ServedShell:
             answer.exception()
 
     async def close(self) -> None:
-        """End it and its background processes; see `Shell.close`."""
+        """End it and its background processes. May be called twice."""
         if not self._end.done():
             self._client.tell({"op": "cancel", "job": self._number})
             await asyncio.wait({self._end})
@@ -427,12 +489,12 @@ def _require_free(path: Path) -> None:
 
 
 def as_result(header: dict[str, Any], output: bytes) -> ExecResult:
-    """Make a command's result from the supervisor's last frame."""
+    """Make a command's result from the agent's last frame."""
     return ExecResult(**result_fields(header, output))
 
 
 def result_fields(header: dict[str, Any], output: bytes) -> dict[str, Any]:
-    """Return the fields of an `ExecResult` from the supervisor's last frame."""
+    """Return the fields of an `ExecResult` from the agent's last frame."""
     num_bytes = header["stdout_bytes"]
     kind = ExecKind(header["kind"])
     why = header["why"].encode() if kind is ExecKind.NOT_STARTED else b""

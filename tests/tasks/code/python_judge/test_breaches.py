@@ -19,7 +19,7 @@ import pytest
 
 from strop.errors import SandboxLost
 from strop.rollout import FailureOwner, Outcome
-from strop.sandbox.daemon import SCRATCH_BASES
+from strop.sandbox.ground import SCRATCH_BASES
 from strop.tasks.code.judge import JudgeJob, judge_python
 from strop.tasks.failures import to_failure
 
