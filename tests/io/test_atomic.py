@@ -100,12 +100,11 @@ def test_an_error_that_says_nothing_is_judged_by_the_free_space(tmp_path: Path) 
 
 def test_a_directory_appears_complete_with_its_digests(tmp_path: Path) -> None:
     target = tmp_path / "step-000020"
-    writer = AtomicDirectory(target, facts={"step": 20})
-    with writer as partial:
+    with AtomicDirectory(target, facts={"step": 20}) as partial:
         fill(partial)
         assert not target.exists()
     manifest = verify_directory(target)
-    assert manifest == writer.manifest == read_manifest(target)
+    assert manifest == read_manifest(target)
     assert manifest.facts == {"step": 20}
     # 7,000 bytes of weights and 3,500 of moments.
     assert manifest.size_bytes == 10_500

@@ -115,8 +115,6 @@ class AtomicDirectory:
 
     def __init__(self, path: Path, *, facts: Mapping[str, Any] | None = None, replace: bool = False) -> None:
         self.path = path
-        self.manifest: Manifest | None = None
-        """Set once the directory is published."""
         self.facts = dict(facts or {})
         """Further contents of the manifest; may be extended until the directory is published."""
         self._replace = replace
@@ -140,7 +138,7 @@ class AtomicDirectory:
         """Publish, or clean up after an error."""
         try:
             if error is None:
-                self.manifest = seal_directory(self._partial_path, facts=self.facts)
+                seal_directory(self._partial_path, facts=self.facts)
                 publish_directory(self._partial_path, self.path, replace=self._replace)
             # Before the clean-up, which frees space again.
             elif isinstance(error, Exception) and _is_disk_full(error, self.path.parent):

@@ -73,11 +73,10 @@ def _is_abandoned(entry: Path, pid: int, host_tag: str, now: float) -> bool:
     if host_tag != _host_tag():
         return now - touched_at > FOREIGN_AGE_S
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError):  # Another user's.
+            os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:
-        pass  # Another user's.
     return (process_started_at(pid) or 0.0) > touched_at + _CLOCK_SLACK_S
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from strop.errors import StoreError
 from strop.io.atomic import explain_write_failure
 
-_POLL_S = 0.05
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LockHolder:
@@ -96,7 +94,7 @@ class FileLock:
                     allowed="one process at a time",
                     next_step="wait for that process or end it, then start the same command again",
                 )
-            time.sleep(_POLL_S)
+            time.sleep(0.05)
 
     def release(self) -> None:
         """Release the lock; no-op if it is not held."""
