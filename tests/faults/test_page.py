@@ -87,9 +87,10 @@ def test_runs_are_searched_and_sorted_and_back_finds_its_place(address: str, bro
     names.first.click()
     page.locator('#main[data-view="#/run/two-run"]').wait_for()
     page.go_back()
-    page.locator("input[type=search]").wait_for()
+    # The page of a run has a search, too.
+    page.get_by_label("search in runs").wait_for()
     # Search and order are those that were left.
-    assert page.locator("input[type=search]").input_value() == "TWO"
+    assert page.get_by_label("search in runs").input_value() == "TWO"
     assert names.all_inner_texts() == ["two-run"]
 
     page.goto(f"{address}/#/run/one-run")

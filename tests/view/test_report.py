@@ -103,12 +103,8 @@ def test_text_of_the_model_cannot_act(tmp_path: Path) -> None:
 
 def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path) -> None:
     shown = told(make_run(tmp_path, num_steps=0, eval_steps=()))
-    assert (shown["evals"], shown["change"], shown["plot_range"], shown["rollout_steps"]) == (
-        [],
-        None,
-        None,
-        [],
-    )
+    names = ("evals", "change", "plot_range", "rollout_steps")
+    assert [shown[name] for name in names] == [[], None, None, []]
 
 
 def test_nothing_is_concluded_from_an_invalid_result(tmp_path: Path) -> None:
