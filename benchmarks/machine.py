@@ -38,7 +38,7 @@ def num_cores() -> int:
 def machine_facts() -> dict[str, Any]:
     """Return what a reader needs to judge absolute numbers. Names no host."""
     facts = asdict(describe_machine())
-    del facts["host"], facts["load_average"]
+    del facts["host"]
     return {**facts, "limited_to": limits()}
 
 

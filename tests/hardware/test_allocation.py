@@ -18,7 +18,7 @@ from tests.fixtures.devices import GIB, divided, whole
 
 THREE = [whole(0, 70), whole(1, 13), whole(2, 79)]
 SLICED = divided(3, "MIG-c6d4", "MIG-77aa")
-STRANGER = GpuUser(pid=4711, memory_bytes=GIB, name="of ada: python serve.py")
+STRANGER = GpuUser(pid=4711, name="of ada: python serve.py")
 
 
 @pytest.fixture(autouse=True)

@@ -77,10 +77,7 @@ def test_who_computes_is_named_where_it_can_be_seen(nvml: Path) -> None:
         first, second = report_gpus().devices
         process.kill()
     mine, stranger = first.users
-    assert (mine.pid, mine.memory_bytes, stranger.pid, stranger.memory_bytes) == (
-        *(process.pid, 3 * GIB),
-        *(1 << 23, None),
-    )
+    assert (mine.pid, stranger.pid) == (process.pid, 1 << 23)
     assert mine.name.endswith(": sleep 60")
     assert [user.pid for user in second.users] == [process.pid]
 

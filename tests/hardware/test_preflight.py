@@ -13,7 +13,7 @@ from strop.errors import CheckRefused
 from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus
 from strop.hardware.findings import Finding, Severity
 from strop.hardware.gpus import GpuReport, TorchBuild
-from strop.hardware.preflight import Level, check_driver, require_ready, run_preflight
+from strop.hardware.preflight import check_driver, require_ready, run_preflight
 from tests.fixtures.devices import GIB, OnCpu, divided, whole
 from tests.fixtures.nvml import NVML_ERROR_UNKNOWN, install_fake_nvml, use_nvml
 
@@ -90,7 +90,7 @@ def test_a_levels_error_ends_the_ladder(tool: Path, tmp_path: Path) -> None:
     request = OnCpu(
         run_path=tmp_path,
         allocation=given("0", learner=1),
-        levels=(Level.READ, Level.COMPUTE),
+        computes=True,
         disk_need_bytes=1 << 60,
     )
     assert [finding.code for finding in run_preflight(request)] == ["free_disk"]

@@ -14,7 +14,7 @@ import pytest
 from strop.errors import CheckRefused
 from strop.hardware.allocation import GpuRequest, allocate_gpus
 from strop.hardware.gpu_probe import CHECKSUM, SIZE
-from strop.hardware.preflight import Level, PreflightRequest, check_compute, require_ready
+from strop.hardware.preflight import PreflightRequest, check_compute, require_ready
 from tests.fixtures.devices import HANG, WRONG_PRODUCT, OnCpu, divided, spoil_probe, whole
 from tests.fixtures.nvml import install_fake_nvml, use_nvml
 
@@ -37,7 +37,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(run_path: Path, inherited: str, **wanted: int) -> PreflightRequest:
     allocation = allocate_gpus(GpuRequest(wanted=wanted, inherited=inherited))
-    return OnCpu(run_path=run_path, allocation=allocation, node="n7", levels=(Level.READ, Level.COMPUTE))
+    return OnCpu(run_path=run_path, allocation=allocation, node="n7", computes=True)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_probe_that_breaks_is_quoted(tool: Path, tmp_path: Path, monkeypatch: 
 def test_who_asks_for_a_preflight_never_loads_torch(tmp_path: Path) -> None:
     words = (
         "import sys\nfrom pathlib import Path\nfrom strop.hardware.preflight import *\n"
-        "require_ready(PreflightRequest(run_path=Path(sys.argv[1]), levels=tuple(Level)))\n"
+        "require_ready(PreflightRequest(run_path=Path(sys.argv[1]), computes=True))\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", words, str(tmp_path)], check=False).returncode == 0

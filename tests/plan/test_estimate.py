@@ -54,7 +54,6 @@ MACHINE = Machine(
     num_logical_cpus=8,
     memory_bytes=None,
     free_memory_bytes=None,
-    load_average=None,
     cpu_flags=("avx512_bf16",),
     gpus=(),
 )

@@ -89,7 +89,7 @@ def test_the_schedule_by_hand(plan_it: PlanIt) -> None:
 def test_bfloat16_where_it_is_emulated_is_announced_with_its_cost(plan_it: PlanIt) -> None:
     without = replace(describe_machine(), cpu_flags=("avx2", "fma"), gpus=())
     asked = plan_it("model.dtype=bfloat16", machine=without)
-    cost = "the processor has no instructions for bfloat16, and emulates it: expect products to take many"
+    cost = "the processor has no instructions for bfloat16, and emulates it: products take many times"
     assert [notice for notice in asked.notices if cost in notice] == list(asked.notices)[-1:]
     settled = plan_it(machine=without)
     assert all("bfloat16" not in notice for notice in settled.notices)

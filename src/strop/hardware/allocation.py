@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from strop.errors import CheckRefused, ConfigError
@@ -30,7 +30,6 @@ from strop.spec.layout import DeviceShare
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 PCI_BUS_ID = "PCI_BUS_ID"
 """NVML's order. CUDA's default puts the fastest GPU first."""
-_NUM_TRIES = 5
 _IDLE_BYTES = 2 << 30
 """Memory that a driver may use on an idle GPU; a measured H100 uses about 0.6 GiB."""
 
@@ -135,18 +134,10 @@ def allocate_gpus(request: GpuRequest, report: GpuReport | None = None) -> Alloc
 def lease_gpus(request: GpuRequest) -> Iterator[tuple[Lease, Allocation]]:
     """Divide GPUs among roles, and hold them inside the block.
 
-    If another run takes one in between, the choice is repeated.
     Raises: as `allocate_gpus` and `take_lease` do.
     """
-    with ExitStack() as undo:
-        for num_left in reversed(range(_NUM_TRIES)):
-            allocation = allocate_gpus(request)
-            try:
-                lease = undo.enter_context(take_lease(allocation.uuids))
-                break
-            except CheckRefused:
-                if request.inherited is not None or not num_left:
-                    raise
+    allocation = allocate_gpus(request)
+    with take_lease(allocation.uuids) as lease:
         yield lease, allocation
 
 

@@ -27,7 +27,6 @@ class GpuUser:
 
     pid: int
     """In the pid namespace of the driver, which differs from that of a container."""
-    memory_bytes: int | None
     name: str
     """Its user and command line, as far as they are visible here."""
 
@@ -174,10 +173,7 @@ def _ask_nvml() -> GpuReport:
             is_slice=is_slice,
             has_mig=has_mig,
             slices=tuple(read(part, index, number, is_slice=True) for part in parts if part is not None),
-            users=tuple(
-                GpuUser(pid=user.pid, memory_bytes=user.usedGpuMemory, name=describe_process(user.pid))
-                for user in running
-            ),
+            users=tuple(GpuUser(pid=user.pid, name=describe_process(user.pid)) for user in running),
             driver_version=driver,
             compute_capability=None if capability is None else float(".".join(map(str, capability))),
             numbers=() if None in numbers else tuple(numbers),

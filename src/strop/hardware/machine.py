@@ -37,8 +37,6 @@ class Machine:
     """Installed memory, or the limit of this container if that is lower."""
     free_memory_bytes: int | None
     """Memory available now without swapping, within the limit of this container."""
-    load_average: float | None
-    """Runnable processes over the last minute."""
     cpu_flags: tuple[str, ...]
     """The usable instruction sets among `INSTRUCTIONS`, by Linux' names."""
     gpus: tuple[Gpu, ...]
@@ -92,7 +90,6 @@ def describe_machine() -> Machine:
         num_logical_cpus=len(allowed),
         memory_bytes=min((size for size in sizes if size is not None), default=None),
         free_memory_bytes=free_memory_bytes(),
-        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         cpu_flags=tuple(flag for flag in INSTRUCTIONS if flag in usable),
         gpus=read_gpus(),
     )

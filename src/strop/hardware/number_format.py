@@ -15,7 +15,6 @@ from typing import Literal
 
 from strop.errors import CheckRefused
 from strop.hardware.accelerators import Accelerator
-from strop.hardware.calibrate import Calibration
 from strop.hardware.gpus import Gpu, read_torch_build
 from strop.hardware.machine import BF16_INSTRUCTIONS, Machine
 from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
@@ -42,25 +41,15 @@ class NumberFormat:
         return f"{self.dtype}: {self.reason}" + (f"; {self.cost}" if self.cost else "")
 
 
-def choose_format(
-    requested: str, machine: Machine, device: Gpu | Accelerator | None, calibration: Calibration | None = None
-) -> NumberFormat:
-    """Return the format for `model.dtype` on a device; None is the machine's processor.
-
-    `calibration`: the processor's measured speeds, if there are any.
-    """
+def choose_format(requested: str, machine: Machine, device: Gpu | Accelerator | None) -> NumberFormat:
+    """Return the format for `model.dtype` on a device; None is the machine's processor."""
     is_fast, why = _has_fast_bf16(machine, device)
     if requested == AUTO:
         return NumberFormat(dtype="bfloat16" if is_fast else "float32", reason=why)
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if requested == "bfloat16" else "float32"
-    cost = None
-    if dtype == "bfloat16" and not is_fast:
-        slowdown = "expect products to take many times as long; `strop doctor` measures"
-        if calibration is not None:
-            factor = calibration.gemm_fp32_gflops / calibration.gemm_bf16_gflops
-            slowdown = f"a product takes {factor:.1f} times as long as in float32, by `strop doctor`"
-        cost = f"{why}, and emulates it: {slowdown}"
-    return NumberFormat(dtype=dtype, reason="the run file says so", cost=cost)
+    cost = f"{why}, and emulates it: products take many times as long, as `strop doctor` measures"
+    is_emulated = dtype == "bfloat16" and not is_fast
+    return NumberFormat(dtype=dtype, reason="the run file says so", cost=cost if is_emulated else None)
 
 
 def settle_format(
@@ -68,7 +57,6 @@ def settle_format(
     machine: Machine,
     device: Gpu | Accelerator | None,
     *,
-    calibration: Calibration | None = None,
     facts: Mapping[str, object] | None = None,
 ) -> tuple[RunSpec, NumberFormat]:
     """Return the spec with a number format in place of 'auto', and the format with its reason.
@@ -76,7 +64,7 @@ def settle_format(
     `facts`: those of a resumed run, which keeps its format on every machine.
     """
     kept = (facts or {}).get(DTYPE_FACT)
-    chosen = choose_format(str(kept or spec.model.dtype), machine, device, calibration)
+    chosen = choose_format(str(kept or spec.model.dtype), machine, device)
     if kept is not None and spec.model.dtype == AUTO:
         chosen = NumberFormat(dtype=chosen.dtype, reason="the run began with it", cost=chosen.cost)
     return spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": chosen.dtype})}), chosen
@@ -105,34 +93,24 @@ def compute_device(machine: Machine) -> Gpu | None:
 
     Raises: CheckRefused if CUDA_VISIBLE_DEVICES names a GPU or a slice by its UUID, and PyTorch sees none.
     """
-    gpu = _find_device(machine)
     text = os.environ.get(VISIBLE_DEVICES)
-    if gpu is None and parse_visible_devices(text).form in (DeviceForm.GPU_UUID, DeviceForm.MIG_UUID):
+    form = parse_visible_devices(text).form
+    torch = sys.modules.get("torch")
+    gpu = None if form is DeviceForm.NONE else next(iter(machine.gpus), None)
+    if torch is None:
+        build = read_torch_build()
+        gpu = gpu if build is not None and build.cuda is not None else None
+    elif not torch.cuda.is_available():
+        gpu = None
+    elif gpu is None:
+        # A GPU that NVML does not know. Only then, since this call takes GPU memory.
+        capability = float(".".join(map(str, torch.cuda.get_device_capability())))
+        name = torch.cuda.get_device_name()
+        gpu = Gpu(index="0", uuid="", name=name, memory_bytes=None, compute_capability=capability)
+    if gpu is None and form in (DeviceForm.GPU_UUID, DeviceForm.MIG_UUID):
         raise CheckRefused(
             f"{VISIBLE_DEVICES}={text}, and PyTorch sees no GPU here: the run would compute on the processor",
             allowed="a GPU or a slice that `nvidia-smi -L` lists, with PyTorch for CUDA; or no variable",
             next_step="correct the variable, or install PyTorch for CUDA",
         )
     return gpu
-
-
-def _find_device(machine: Machine) -> Gpu | None:
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        if not torch.cuda.is_available():
-            return None
-        if machine.gpus:
-            return machine.gpus[0]
-        # Only if nvidia-smi does not answer, since this call takes GPU memory.
-        major, minor = torch.cuda.get_device_capability()
-        return Gpu(
-            index="0",
-            uuid="",
-            name=torch.cuda.get_device_name(),
-            memory_bytes=None,
-            compute_capability=float(f"{major}.{minor}"),
-        )
-    build = read_torch_build()
-    hidden = parse_visible_devices(os.environ.get(VISIBLE_DEVICES)).form is DeviceForm.NONE
-    is_possible = build is not None and build.cuda is not None and not hidden
-    return machine.gpus[0] if machine.gpus and is_possible else None

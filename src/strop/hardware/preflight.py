@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +46,6 @@ _OF_THE_JOB = frozenset({"torch_build", "free_disk", "mig_mode"})
 """Errors of the job's environment, disk and request, which no other node would mend."""
 
 
-class Level(StrEnum):
-    """The kind of checks. Each level assumes that the earlier ones passed."""
-
-    READ = "a"
-    """Counts, memory, processes, disk, clock, without computing. Under a second."""
-    COMPUTE = "b"
-    """A product with a known sum on each GPU, and copies there and back. About ten seconds."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightRequest:
     """The requirements of one node of a run."""
@@ -64,7 +54,8 @@ class PreflightRequest:
     """The run's directory; logs of probes go below it."""
     allocation: Allocation | None = None
     """Its GPUs, on which it has a lease; None if it needs none."""
-    levels: tuple[Level, ...] = (Level.READ,)
+    computes: bool = False
+    """Whether level b follows."""
     node: str = field(default_factory=socket.gethostname)
     gpu_need_bytes: Mapping[str, int] = field(default_factory=dict)
     """Free memory that a role needs on each of its GPUs."""
@@ -86,13 +77,10 @@ class PreflightRequest:
 
 
 def run_preflight(request: PreflightRequest) -> list[Finding]:
-    """Check a node, level by level, up to the first level with an error."""
-    findings: list[Finding] = []
-    for level, check in ((Level.READ, check_readings), (Level.COMPUTE, check_compute)):
-        if level in request.levels:
-            findings += check(request)
-        if any(finding.severity is Severity.ERROR for finding in findings):
-            break
+    """Read a node's facts, and if they allow a run and the request says so, compute on its GPUs."""
+    findings = check_readings(request)
+    if request.computes and all(finding.severity is not Severity.ERROR for finding in findings):
+        findings += check_compute(request)
     return findings
 
 

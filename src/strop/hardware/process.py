@@ -240,11 +240,7 @@ def start_detached(
     Raises: CheckRefused if it cannot be started; StoreError if the log cannot be opened.
     """
     try:
-        log = log_path.open("ab")
-    except OSError as error:
-        raise explain_write_failure(error, log_path) from error
-    with log:
-        try:
+        with log_path.open("ab") as log:
             child = subprocess.Popen(
                 list(args),
                 stdin=subprocess.DEVNULL,
@@ -254,12 +250,14 @@ def start_detached(
                 cwd=cwd,
                 start_new_session=True,
             )
-        except OSError as error:
-            raise CheckRefused(
-                f"{args[0]} could not be started ({error})",
-                allowed="a program of this machine, and room for one more process",
-                next_step=f"read {log_path}",
-            ) from error
+    except OSError as error:
+        if error.filename == str(log_path):
+            raise explain_write_failure(error, log_path) from error
+        raise CheckRefused(
+            f"{args[0]} could not be started ({error})",
+            allowed="a program of this machine, and room for one more process",
+            next_step=f"read {log_path}",
+        ) from error
     _detached.append(child)
     return identify(child.pid)
 
@@ -284,8 +282,9 @@ def reap_orphans(own_pids: Collection[int]) -> int:
     num_reaped = 0
     # Not by psutil, which reads the whole process table.
     for path in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, path.read_text().split()):
-            if pid not in own_pids:
+        # A thread may have ended meanwhile.
+        with suppress(OSError):
+            for pid in {*map(int, path.read_text().split())}.difference(own_pids):
                 # WNOHANG: 0 for a running child.
                 with suppress(ChildProcessError):
                     num_reaped += os.waitpid(pid, os.WNOHANG)[0] == pid

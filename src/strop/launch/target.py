@@ -74,7 +74,6 @@ def _describe_node(request: JobRequest, node: NodeHardware) -> Machine:
         num_logical_cpus=cores,
         memory_bytes=memory,
         free_memory_bytes=None,
-        load_average=None,
         cpu_flags=(),
         gpus=(),
     )

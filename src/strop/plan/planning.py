@@ -79,9 +79,7 @@ def make_plan(
             # These were measured on this machine.
             calibration = efficiency = None
     machine = machine or describe_machine()
-    spec, number_format = settle_format(
-        settle_layout(resolved.spec), machine, _device(machine, accelerator), calibration=calibration
-    )
+    spec, number_format = settle_format(settle_layout(resolved.spec), machine, _device(machine, accelerator))
     with follow_store(spec.store):
         task, known = read_known(spec, cache_dir)
         is_mirrored = find_mirror_root(spec.store) is not None

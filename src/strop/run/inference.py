@@ -23,7 +23,7 @@ from strop.engine.loading import EngineSettings, load_engine
 from strop.engine.openai import KEY_VARIABLE, OpenAiEngine
 from strop.environments import RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError, DataError
-from strop.hardware import describe_machine, read_calibration
+from strop.hardware import describe_machine
 from strop.hardware.number_format import compute_device, settle_format
 from strop.io import verify_directory
 from strop.io.notices import tell
@@ -156,7 +156,7 @@ def read_setup(task: str, words: Sequence[str], split: Split) -> SamplingSetup:
     fixed = ["name=asked", f"task.name={task}", "train.prompts_per_step=1"]
     spec = load_spec(None, [*fixed, *(word for word in settings if word not in sampling)]).spec
     machine = describe_machine()
-    spec, _ = settle_format(spec, machine, compute_device(machine), calibration=read_calibration())
+    spec, _ = settle_format(spec, machine, compute_device(machine))
     # Read by itself: without the limits that training sets on it.
     section = load_section("sampling", SamplingSpec, sampling)
     return SamplingSetup(

@@ -20,7 +20,6 @@ from strop.hardware import (
     clear_leftovers,
     describe_machine,
     importing,
-    read_calibration,
     require_writable,
     tune_process,
 )
@@ -234,7 +233,7 @@ def _read_parts(laid_out: RunSpec) -> _Parts:
 def _settle(spec: RunSpec, facts: Mapping[str, object] | None = None) -> tuple[RunSpec, NumberFormat]:
     """Choose the number format for this process's device; `facts` are those of a resumed run."""
     machine = describe_machine()
-    return settle_format(spec, machine, compute_device(machine), calibration=read_calibration(), facts=facts)
+    return settle_format(spec, machine, compute_device(machine), facts=facts)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from strop.hardware import clear_leftovers
 from strop.hardware.allocation import Allocation, lease_gpus
 from strop.hardware.leases import Lease, end_processes
 from strop.hardware.leftovers import MEMORY_PREFIX, clear_directories, own_dir
-from strop.hardware.preflight import Level, PreflightRequest, require_ready
+from strop.hardware.preflight import PreflightRequest, require_ready
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import read_attempts
@@ -66,11 +66,6 @@ from strop.record.run_dir import STATE_NAME
 
 MIN_FREE_BYTES = 256 << 20
 """Free bytes on the run's disk, enough for the logs of the attempt."""
-_LEVELS = {
-    "none": (),
-    "quick": (Level.READ,),
-    "compute": (Level.READ, Level.COMPUTE),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,13 +272,12 @@ def check_node(
 
     Raises: NodeRefused naming problem and node, CheckRefused for a fault of the job (both exit code 76).
     """
-    levels = _LEVELS[plan.preflight]
-    if not levels:
+    if plan.preflight == "none":
         return
     request = PreflightRequest(
         run_path=task.trial_path,
         allocation=allocation if allocation.roles else None,
-        levels=levels,
+        computes=plan.preflight == "compute",
         node=host_name(),
         disk_need_bytes=MIN_FREE_BYTES,
         num_nodes=plan.resources.num_nodes if task.part == "main" else 1,
