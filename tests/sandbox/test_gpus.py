@@ -12,7 +12,6 @@ from tests.fixtures.devices import divided, whole
 from tests.fixtures.gpus import MakeGpus
 from tests.fixtures.sandboxes import (
     needs_bubblewrap,
-    with_own_root,
 )
 
 SHOWN = """
@@ -32,15 +31,23 @@ def show(backend: str, spec: SandboxSpec, opened: str) -> list[str]:
     return asyncio.run(run()).splitlines()
 
 
-@with_own_root
-def test_programs_reach_their_own_gpus_and_no_others(gpus_of: MakeGpus, backend: str) -> None:
+@needs_bubblewrap
+def test_programs_reach_their_own_gpus_and_no_others(gpus_of: MakeGpus) -> None:
     gpus_of([whole(index, 79) for index in range(4)])
     spec = SandboxSpec(gpus=("3", "GPU-1"), min_level=IsolationLevel.NAMESPACE)
-    assert show(backend, spec, "/dev/nvidia3") == [
+    assert show("bubblewrap", spec, "/dev/nvidia3") == [
         *("/dev/nvidia-uvm", "/dev/nvidia1", "/dev/nvidia3", "/dev/nvidiactl"),
         "GPU-3,GPU-1 PCI_BUS_ID unlimited 3",
     ]
-    assert show(backend, SandboxSpec(), "/dev/zero") == [f"{524288} 3"]
+    assert show("bubblewrap", SandboxSpec(), "/dev/zero") == [f"{524288} 3"]
+
+
+@pytest.mark.parametrize("backend", ["podman", "docker"])
+def test_containers_are_given_gpus_and_slices_by_name(gpus_of: MakeGpus, backend: str) -> None:
+    gpus_of([whole(0, 79), divided(1, "MIG-10", "MIG-11")])
+    spec, devices = local.give_gpus(SandboxSpec(gpus=("0", "MIG-11")), backend)
+    assert devices == {"nvidia.com/gpu=GPU-0": "", "nvidia.com/gpu=MIG-11": ""}
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == "GPU-0,MIG-11"
 
 
 @needs_bubblewrap

@@ -176,7 +176,7 @@ class Container:
             mapping = f"0:{self.first_id}:{NUM_IDS}"
             words += ["--uidmap", mapping, "--gidmap", mapping]
         for host_path, inside_path in devices.items():
-            words += ["--device", f"{host_path}:{inside_path}:rw"]
+            words += ["--device", f"{host_path}:{inside_path}:rw" if inside_path else host_path]
         shown = [(str(self._ground.inside), "/.strop", True), (str(self._link), "/.strop/link", False)]
         if spec.image is None:
             shown += [(path, path, True) for path in system_tree()[1]]

@@ -470,7 +470,7 @@ def shown_folders() -> tuple[str, ...]:
 def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str, str]]:
     """Return a spec with variables for its GPUs, and device files: path here to path inside.
 
-    Asks the driver. Raises: SandboxRefused with kind gpus.
+    For containers they are names of CDI instead. Raises: SandboxRefused with kind gpus.
     """
     # Imported here, because they need packages, and sandboxes without GPUs need only the standard library.
     from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID
@@ -485,10 +485,12 @@ def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str
             kind="gpus",
         )
     report = report_gpus()
-    found = [match_devices(name, report.gpus) for name in spec.gpus]
     try:
-        devices = [device for (device,) in found]
-        paths = list_device_files(devices)
+        devices = [device for name in spec.gpus for (device,) in [match_devices(name, report.gpus)]]
+        if backend in ENGINES:
+            files = {f"nvidia.com/gpu={device.uuid}": "" for device in devices}
+        else:
+            files = {path: f"/dev/{path.partition('/dev/')[2]}" for path in list_device_files(devices)}
     except (OSError, LookupError, ValueError) as error:
         listed = ", ".join(device.uuid for device in report.devices) or report.complaint or "no GPU"
         raise SandboxRefused(
@@ -498,12 +500,10 @@ def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str
             kind="gpus",
         ) from error
     # By UUID, since an index depends on the device files that a program has.
-    visible = ",".join(device.uuid for device in devices)
-    env = {**spec.env, VISIBLE_DEVICES: visible, DEVICE_ORDER: PCI_BUS_ID}
+    own = {VISIBLE_DEVICES: ",".join(device.uuid for device in devices), DEVICE_ORDER: PCI_BUS_ID}
     # CUDA reserves addresses for the memory of all GPUs.
     limits = replace(spec.limits, has_address_limit=False)
-    spec = replace(spec, env=env, limits=limits)
-    return spec, {path: f"/dev/{path.partition('/dev/')[2]}" for path in paths}
+    return replace(spec, env={**spec.env, **own}, limits=limits), files
 
 
 def _refuse_unsupported(spec: SandboxSpec, backend: str) -> None:
