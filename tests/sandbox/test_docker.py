@@ -20,8 +20,7 @@ from tests.fixtures.sandboxes import in_sandbox, spec_of
 
 
 async def say(sandbox: ServedSandbox, script: str) -> str:
-    done = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)
-    return (done.stdout + done.stderr).decode()
+    return (await sandbox.exec(["/bin/sh", "-c", f"({script}) 2>&1"], wall_limit_s=60)).stdout.decode()
 
 
 @pytest.mark.slow
@@ -50,7 +49,6 @@ def test_a_root_has_its_mounts(tmp_path: Path) -> None:
 @pytest.mark.docker
 async def test_with_the_hosts_network_names_are_found() -> None:
     async with await make_backend("docker").create(replace(spec_of(), network="host")) as sandbox:
-        assert sandbox.isolation.network == "host"
         assert "localhost" in await say(sandbox, "cat /etc/hosts")
 
 

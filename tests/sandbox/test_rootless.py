@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import strop
@@ -77,6 +78,7 @@ def user() -> Iterator[User]:
         home = Path(name)
         source = Path(strop.__file__).parent
         shutil.copytree(source, home / "source" / "strop", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(Path(psutil.__file__).parent, home / "source" / "psutil")
         os.chown(home, uid, uid)
         made = User(uid=uid, home=home, python=python)
         try:

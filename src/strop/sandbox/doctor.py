@@ -7,6 +7,7 @@ The isolation is read from its sandboxes' records. The facts explain why a backe
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import shutil
 import socket
@@ -22,7 +23,7 @@ from strop.sandbox.agent import find_descendants, read_or_empty
 from strop.sandbox.cgroup import find_controllers, hand_down_controllers, make_cgroup
 from strop.sandbox.choose import BACKENDS
 from strop.sandbox.contract import ExecResult, Guard, Isolation, IsolationLevel, Limits, SandboxSpec
-from strop.sandbox.ground import SCRATCH_BASES, kernel_release, run_program
+from strop.sandbox.ground import SCRATCH_BASES, run_program
 from strop.sandbox.local import LocalBackend
 from strop.sandbox.served import ServedSandbox
 
@@ -150,7 +151,7 @@ def read_facts() -> dict[str, str]:
     """Return the facts that decide which sandboxes this host allows, by a short name."""
     user = os.geteuid()
     return {
-        "kernel": kernel_release(),
+        "kernel": platform.release(),
         "user": "root" if user == 0 else f"uid {user}",
         "control groups": _describe_cgroups(),
         "user namespaces": _describe_namespaces(),

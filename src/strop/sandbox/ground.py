@@ -6,10 +6,10 @@ also before the first sandbox of a process.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import itertools
 import os
-import platform
 import py_compile
 import shutil
 import subprocess
@@ -53,39 +53,39 @@ class Ground:
         return self.folder / "inside"
 
 
-@cache
-def _ground_of(own_pid: int) -> Ground:
-    from strop.sandbox.janitor import sweep
-
-    base = next((path for path in SCRATCH_BASES if os.access(path, os.W_OK)), SCRATCH_BASES[0])
-    sweep()
-    folder = Path(base, f"{FOLDER_PREFIX}{os.urandom(8).hex()}")
-    folder.mkdir()
-    folder.chmod(0o711)
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    ground = Ground(folder=folder, lock=lock, controllers=[], namespaces={})
-    for name in ("python", "link", "lib"):
-        (ground.inside / name).mkdir(parents=True)
-    py_compile.compile(agent.__file__, str(ground.inside / "agent.pyc"), doraise=True)
-    hand_down_controllers()
-    ground.controllers = find_controllers()
-    return ground
+_grounds: dict[int, Ground] = {}
+"""By process, since a fork inherits this table."""
 
 
 def ground_of() -> Ground:
     """Return this process's ground; a fork gets another one. Raises: OSError."""
-    ground = _ground_of(os.getpid())
+    from strop.sandbox.janitor import sweep
+
+    if (ground := _grounds.get(os.getpid())) is None:
+        base = next((path for path in SCRATCH_BASES if os.access(path, os.W_OK)), SCRATCH_BASES[0])
+        sweep()
+        folder = Path(base, f"{FOLDER_PREFIX}{os.urandom(8).hex()}")
+        folder.mkdir()
+        folder.chmod(0o711)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hand_down_controllers()
+        ground = Ground(folder=folder, lock=lock, controllers=find_controllers(), namespaces={})
+        for name in ("python", "link", "lib"):
+            (ground.inside / name).mkdir(parents=True)
+        py_compile.compile(agent.__file__, str(ground.inside / "agent.pyc"), doraise=True)
+        _grounds[os.getpid()] = ground
     # They may change: a thread can enter others.
     ground.namespaces = agent.read_namespaces()
     return ground
 
 
+@atexit.register
 def leave_ground() -> None:
-    """Remove this process's folder, in which no sandbox may be left."""
-    with suppress(OSError):
-        remove_tree(_ground_of(os.getpid()).folder)
-    _ground_of.cache_clear()
+    """Remove this process's folder; sandboxes that are left end with their connections."""
+    if (ground := _grounds.pop(os.getpid(), None)) is not None:
+        remove_tree(ground.folder)
+        os.close(ground.lock)
 
 
 @cache
@@ -170,11 +170,6 @@ def map_id(uid_map: str, inside: int) -> int | None:
         if first <= inside < first + length:
             return outside + inside - first
     return None
-
-
-def kernel_release() -> str:
-    """Return the release of this host's kernel."""
-    return platform.release()
 
 
 def run_program(

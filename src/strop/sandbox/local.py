@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import marshal
 import os
+import platform
 import shutil
 import signal
 import site
@@ -38,7 +39,6 @@ from strop.sandbox.ground import (
     Ground,
     count_user_tasks,
     ground_of,
-    kernel_release,
     map_id,
     own_prefix,
     private_user,
@@ -346,7 +346,7 @@ def _setup(launched: _Launched, backend: str, spec: SandboxSpec) -> dict[str, An
         user, capabilities, kept = launched.container.rights(launched.uid, spec.user, launched.pid)
     elif not is_root:
         user = None if is_process else [0, 0]
-    version = tuple(int(part) for part in kernel_release().split("-")[0].split(".")[:2])
+    version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     has_count = launched.has_own_uid or (is_bubblewrap and version >= _KERNEL_WITH_COUNTS)
     watch = {} if "memory" in group.dirs else {"memory": limits.memory_bytes}
     if not (has_count or "pids" in group.dirs):
@@ -443,7 +443,7 @@ def _judge(
         disk=Guard.WATCHED if is_process else Guard.ENFORCED if is_bounded else Guard.NONE,
         files=Guard.ENFORCED,
         network=str(parse_network(spec.network) or spec.network) if own["net"] else "host",
-        kernel=kernel_release(),
+        kernel=platform.release(),
     )
 
 
