@@ -7,16 +7,18 @@ import itertools
 import os
 import signal
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from strop.cluster.ray.engines import PIECE_BYTES, ActorEngine, EngineActor
+from strop.cluster.contract import read_files
+from strop.cluster.ray.engines import ActorEngine, EngineActor
 from strop.engine import Completion, Engine, GenerationRequest, WeightTransport, WeightUpdate
+from strop.engine.contract import WeightReceipt
 from strop.engine.native import NativeEngine
 from strop.errors import EngineError, EngineLost, WeightMismatch
 from strop.policy.language_model import DTYPES, LanguageModel
@@ -256,26 +258,13 @@ def test_prc_5_a_killed_engine_is_told_with_its_cause(
     assert all(isinstance(failure, EngineLost) for failure in failures)
 
     async def look() -> None:
-        watch = running.placement._watch
-        assert watch is not None
-        deadline = asyncio.get_running_loop().time() + 60
-        while (end := watch.find("engine-0")) is None:
-            assert asyncio.get_running_loop().time() < deadline
-            await asyncio.sleep(0.05)
-        assert f"process {running.pid}, ended" in end
-        assert "role engine-0 on node 0" in end
+        with pytest.raises(EngineLost, match=f"role engine-0 on node 0 .*, process {running.pid}, ended"):
+            await asyncio.wait_for(running.placement._watch.guard(asyncio.sleep(600)), 60.0)
 
     running.loop.run_until_complete(look())
 
 
 # ---------------------------------------------------------------- without Ray: lies, bugs, and who waits
-
-
-class Reply:
-    """A method of an actor that answers with a coroutine's result."""
-
-    def __init__(self, answer: Callable[..., Awaitable[Any]]) -> None:
-        self.remote = answer
 
 
 class Fake:
@@ -284,9 +273,11 @@ class Fake:
     def __init__(self, engine: Engine) -> None:
         self.host = EngineActor.__new__(EngineActor)
         self.host._engine = engine
-        self.update = Reply(self.host.update)
-        self.ask = Reply(self.host.ask)
-        self.host._weights_dir = None
+        self.ask = self
+
+    async def remote(self, batch: bytes, is_streamed: bool) -> AsyncIterator[Awaitable[bytes]]:
+        async for part in self.host.ask(batch, is_streamed):
+            yield asyncio.sleep(0, part)
 
 
 async def test_a_batch_is_answered_in_its_order(tokenizer: Tokenizer) -> None:
@@ -316,7 +307,11 @@ async def test_a_bug_is_answered_with_its_place_and_its_traceback(tokenizer: Tok
 class Silent:
     """An actor that never answers."""
 
-    ask = Reply(lambda batch: asyncio.sleep(3600))
+    def __init__(self) -> None:
+        self.ask = self
+
+    async def remote(self, batch: bytes, is_streamed: bool) -> AsyncIterator[Awaitable[bytes]]:
+        yield asyncio.sleep(3600, b"")
 
 
 @pytest.mark.parametrize("kind", ["generate", "score"])
@@ -341,20 +336,26 @@ def test_closing_at_any_moment_leaves_nobody_waiting(tokenizer: Tokenizer, kind:
         asyncio.run(act(num_steps))
 
 
-async def test_weights_sent_in_pieces_are_those_that_were_published(tmp_path: Path) -> None:
-    """Two files of a folder, one larger than a piece; what was sent before goes with the next update."""
-    source, there = tmp_path / "v000001", tmp_path / "there"
-    source.mkdir()
-    contents = {"a": b"x" * (PIECE_BYTES + 3), "b": b"y"}
-    for name, content in contents.items():
-        (source / name).write_bytes(content)
+async def test_weights_that_are_sent_are_those_that_were_published(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Two files of a folder; what was sent before goes once the next update is served."""
+    seen: list[dict[str, bytes]] = []
+
+    class Reader(DummyEngine):
+        async def update(self, update: WeightUpdate) -> WeightReceipt:
+            seen.append({name: one.tobytes() for name, one in read_files(Path(update.path or "")).items()})
+            return WeightReceipt(version=update.version, digest=update.digest)
+
     host = EngineActor.__new__(EngineActor)
-    host._weights_dir = there
-
-    class Elsewhere:
-        append = Reply(host.append)
-
-    client = ActorEngine(Elsewhere(), sees_files=False)
-    path = Path(await client._send_files(source))
-    assert path == there / "v000001"
-    assert {name: (path / name).read_bytes() for name in contents} == contents
+    host._engine, host.undo, host._weights_dir = Reader(tokenizer, []), AsyncExitStack(), tmp_path / "there"
+    for name in ("v1", "v2"):
+        (tmp_path / name).mkdir()
+        contents = {"a": name.encode() * 1000, "b": b"y"}
+        for file, content in contents.items():
+            (tmp_path / name / file).write_bytes(content)
+        await host.update(by_file(tmp_path / name, ""), read_files(tmp_path / name))
+        assert seen[-1] == {f"{name}/{file}": content for file, content in contents.items()}
+        assert [path.name for path in (tmp_path / "there").iterdir()] == [name]
+    await host.end()
+    assert not (tmp_path / "there").exists()

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import pytest
 
 from strop.cluster.contract import build_placement
-from strop.cluster.ray.placement import seat
-from strop.cluster.ray.runtime import AttachedCluster
+from strop.cluster.ray.placement import require_gpus
+from strop.cluster.ray.runtime import attach, disconnect
 from strop.errors import CheckRefused
 from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import spawn, terminate
@@ -36,13 +36,11 @@ from tests.fixtures.tiny_run import tiny_spec
 # Asked in a process of its own: one process is connected to one cluster at a time.
 STATE = """
 import json, ray, sys
-from ray.util.state import list_actors, list_placement_groups
 ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
 print(json.dumps({
     "free": {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")},
     "nodes": sum(node["Alive"] for node in ray.nodes()),
     "actors": len([1 for one in ray._private.state.actors().values() if one["State"] != "DEAD"]),
-    "groups": len([1 for one in ray.util.placement_group_table().values() if one["state"] == "CREATED"]),
 }))
 """
 LOOPBACK_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
@@ -133,7 +131,7 @@ def attach_and_attempt(
     Before that, ask other clusters or for other nodes. Return why these are refused, the cluster's state
     meanwhile, and task, number and reward of each rollout.
     """
-    refused = refusals(folder, asked)
+    refused = refusals(asked)
     (folder / "near.py").write_text("def worth(n):\n    return n / 1000\n")
     (folder / "own.py").write_text(CODE)
     rows = write_rows(folder / "rows.jsonl", [{"q": f"{n}?", "n": n} for n in range(8)])
@@ -176,16 +174,15 @@ def attach_and_attempt(
     return asyncio.run(act())
 
 
-def refusals(folder: Path, asked: list[tuple[str, int, int]]) -> list[str]:
+def refusals(asked: list[tuple[str, int, int]]) -> list[str]:
     """Attach to each address for so many nodes and GPUs, and leave again; return why not."""
 
     async def act(address: str, num_nodes: int, gpus: int) -> None:
-        cluster = AttachedCluster(address, folder, num_nodes)
         try:
-            await cluster.start()
-            seat(tiny_spec(job={"gpus": gpus}).layout.slots, await cluster.await_nodes(), has_gpus=True)
+            nodes = await attach(address, num_nodes)
+            require_gpus(tiny_spec(job={"gpus": gpus}).layout.slots, nodes)
         finally:
-            await cluster.stop()
+            disconnect()
 
     found = []
     for one in asked:
@@ -214,8 +211,8 @@ def test_a_run_attaches_where_it_finds_what_it_asks_for_and_leaves_the_cluster_a
     assert all(reward == n / 1000 for _, n, reward in judged)
     assert meanwhile is not None
     # Learner, engine and rollout worker hold a GPU each of those that Ray knows.
-    assert (meanwhile["free"].get("GPU", 0.0), meanwhile["actors"], meanwhile["groups"]) == (0.0, 3, 1)
-    assert _ask(address) == {"free": {"CPU": 4.0, "GPU": 3.0}, "nodes": 1, "actors": 0, "groups": 0}
+    assert (meanwhile["free"].get("GPU", 0.0), meanwhile["actors"]) == (0.0, 3)
+    assert _ask(address) == {"free": {"CPU": 4.0, "GPU": 3.0}, "nodes": 1, "actors": 0}
     shown = [path.read_text() for path in sorted((tmp_path / "roles").rglob("*.log"))]
     assert sum("on node 0" in text for text in shown) == 3
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strop.cluster.ray import deaths
-from strop.cluster.ray.deaths import DeathWatch, RunningRole
-from strop.cluster.ray.roles import RoleFacts
+from strop.cluster.ray.deaths import DeathWatch, lost
+from strop.cluster.ray.roles import RoleFacts, RoleStart, RunningRole
 from strop.cluster.ray.workers import RolloutWorkers
 from strop.errors import EngineLost, LearnerError
 from strop.spec.layout import RoleKind, RoleSlot
@@ -27,46 +26,42 @@ class Desk:
     """A watch over roles that end when a test says so."""
 
     def __init__(self, tmp_path: Path, *names: str) -> None:
-        self.head_death: str | None = None
         self.lost: list[str] = []
-        self.watch = DeathWatch(lambda: self.head_death)
-        self.watch.report_to(lambda name, message: self.lost.append(name))
+        self.watch = DeathWatch()
+        self.watch.on_lost = lambda name, message: self.lost.append(name)
         self.endings: dict[str, asyncio.Future[str]] = {}
         for name in names:
             self.endings[name] = asyncio.get_running_loop().create_future()
             kind, index = name.split("-")
             slot = RoleSlot(kind=RoleKind(kind), index=int(index), node=int(index))
-            role = RunningRole(slot=slot, log_path=tmp_path / "log", facts=RoleFacts(pid=1, host="here"))
-            self.watch.follow(role, self.endings[name])
+            start = RoleStart(slot=slot, log_path=tmp_path / "log")
+            role = RunningRole(start=start, facts=RoleFacts(pid=1, host="here"))
+            self.watch.follow(name, role.ended(self.endings[name]), is_replica=slot.kind is RoleKind.ENGINE)
 
     async def end(self, name: str) -> None:
         self.endings[name].set_result("signal 9")
-        await until(lambda: f"role {name} " in (self.watch.find(name) or ""))
+        assert f"role {name} " in await self.told(name)
 
-    def run_is_over(self) -> str | None:
-        return self.watch.find("somebody else")
+    async def told(self, name: str = "") -> str:
+        """Return what ends a call to a role, or to any."""
+        with pytest.raises(EngineLost) as caught:
+            await asyncio.wait_for(self.watch.guard(asyncio.sleep(600), name), 60.0)
+        return str(caught.value)
 
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that the watch notices."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the watch did not notice it"
-        await asyncio.sleep(0.02)
+    async def goes_on(self, name: str = "") -> bool:
+        return await self.watch.guard(asyncio.sleep(0.1, True), name)
 
 
 async def test_the_run_outlives_all_engines_but_the_last(tmp_path: Path) -> None:
     desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
     await desk.end("engine-0")
     assert desk.lost == ["engine-0"]
-    assert desk.run_is_over() is None
-    assert "engine-0 on node 0 (here), process 1, ended: signal 9" in (desk.watch.find("engine-0") or "")
-    assert desk.watch.find("engine-1") is None
+    assert await desk.goes_on()
+    assert "engine-0 on node 0 (here), process 1, ended: signal 9" in await desk.told("engine-0")
+    assert await desk.goes_on("engine-1")
     await desk.end("engine-1")
     assert desk.lost == ["engine-0"]
-    assert "role engine-1" in (desk.run_is_over() or "")
-    with pytest.raises(EngineLost, match="role engine-1"):
-        await desk.watch.guard(asyncio.sleep(600), 600.0)
+    assert "role engine-1" in await desk.told()
     desk.watch.stop()
 
 
@@ -74,16 +69,25 @@ async def test_any_other_role_ends_the_run(tmp_path: Path) -> None:
     desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
     await desk.end("learner-0")
     assert desk.lost == []
-    assert "role learner-0" in (desk.run_is_over() or "")
+    assert "role learner-0" in await desk.told("engine-0")
+    desk.watch.stop()
+
+
+async def test_a_call_that_fails_with_another_role_names_that_one(tmp_path: Path) -> None:
+    """A rank's peer is gone, and it fails with a broken connection before the death is known."""
+    desk = Desk(tmp_path, "learner-0", "learner-1")
+    call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    call.set_exception(TimeoutError("connection closed by peer"))
+    asyncio.get_running_loop().call_later(0.2, desk.endings["learner-1"].set_result, "signal 9")
+    with pytest.raises(EngineLost, match="role learner-1"):
+        await desk.watch.guard(call)
     desk.watch.stop()
 
 
 async def test_the_end_of_ray_on_the_head_ends_the_run(tmp_path: Path) -> None:
     desk = Desk(tmp_path, "engine-0", "engine-1")
-    desk.head_death = "signal 9"
-    await until(lambda: desk.run_is_over() is not None)
-    with pytest.raises(EngineLost, match="signal 9"):
-        await desk.watch.guard(asyncio.sleep(600), 600.0, role="engine-0")
+    desk.watch.follow("ray", asyncio.sleep(0.1, lost("signal 9")))
+    assert "signal 9" in await desk.told("engine-0")
     desk.watch.stop()
 
 
@@ -108,7 +112,7 @@ async def test_a_group_whose_engine_leaves_meanwhile_is_attempted_by_another_wor
     desk = Desk(tmp_path, "learner-0")
     out: set[str] = set()
     actors = [Worker("a", out), Worker("b")]
-    workers = RolloutWorkers(actors, desk.watch, engines=["a", "b"], serves=lambda name: name not in out)
+    workers = RolloutWorkers(actors, ["a", "b"], lambda name: name not in out, desk.watch)
     found: list[object] = [await workers.run_group([]) for _ in range(2)]
     assert found == ["b", "b"]
     out.add("b")
@@ -137,11 +141,7 @@ def test_a_role_that_raised_is_told_by_its_error_with_the_traceback_from_there(
         raise RayTaskError("step", "in step: raise", cause, proctitle="role", pid=1, ip="10.0.0.1")
 
     async def act() -> None:
-        watch = DeathWatch(lambda: None)
-        try:
-            await asyncio.wait_for(watch.guard(call(), 600.0), 60.0)
-        finally:
-            watch.stop()
+        await asyncio.wait_for(DeathWatch().guard(call()), 60.0)
 
     with pytest.raises(kind) as caught:
         asyncio.run(act())

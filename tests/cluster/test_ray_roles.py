@@ -104,11 +104,12 @@ def test_a_role_knows_whether_it_sees_the_runs_disk_and_follows_its_store(tmp_pa
 LOGGING_ROLE = """
 import logging
 from strop.cluster.ray.roles import RayRole
+from strop.io.variables import level_variables
 class Quiet(RayRole):
     computes = False
 def begin(level):
     path = f"{sys.argv[1]}/{level}.log"
-    Quiet(start_of(RoleKind.LEARNER, path, log_level=level or None)).begin(MODEL)
+    Quiet(start_of(RoleKind.LEARNER, path, variables=level_variables(level or None))).begin(MODEL)
     logging.getLogger("any.library").info("it said so")
 for_each(["info", "error", ""], begin)
 """

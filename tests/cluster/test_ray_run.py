@@ -278,7 +278,7 @@ def test_a_node_that_somebody_adds_may_be_used_and_lost(scene: Scene, tmp_path: 
         terminate(added, 10.0)
 
     async def act() -> None:
-        await scene.roles.policy.score([], 1.0)
+        await scene.roles.learner.score([], 1.0)
 
     scene.loop.run_until_complete(act())
 
@@ -286,7 +286,7 @@ def test_a_node_that_somebody_adds_may_be_used_and_lost(scene: Scene, tmp_path: 
 async def ask_for_ever(roles: Roles) -> None:
     """Ask a role that lives: its answers are worth nothing once another role of the run is gone."""
     while True:
-        await roles.policy.score([], 1.0)
+        await roles.learner.score([], 1.0)
         await asyncio.sleep(0.1)
 
 
@@ -304,7 +304,7 @@ def test_prc_5_a_killed_engine_is_survived_and_the_last_one_ends_every_wait(scen
         found = await engine.generate(request)
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         # New weights reach the other one, and the lost one is told by name.
-        update = await scene.roles.publisher.publish()
+        update = await scene.roles.publish()
         await engine.update(update)
         assert [(event.replica, event.cause) for event in events] == [("engine-0", ReplicaCause.LOST)]
         assert f"process {pids[0]}, ended" in events[0].detail

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from strop.cluster.ray.deaths import DeathWatch, RunningRole
+from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.node import OBJECT_STORE_BYTES
-from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart
+from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart, RunningRole
 from strop.cluster.ray.runtime import RayHead
 from strop.errors import CheckRefused, EngineError, EngineLost
 from strop.hardware.ports import LOOPBACK
@@ -49,8 +49,7 @@ async def act():
     if sys.argv[2] == "owner":
         os.kill(os.getpid(), 9)
     os.kill(launcher_of(head), 9)
-    while head.find_death() is None:
-        await asyncio.sleep(0.1)
+    await head.ended()
     await head.stop()
 
 asyncio.run(act())
@@ -67,8 +66,8 @@ class EchoRole(RayRole):
 
     computes = False
 
-    def begin(self, source: ModelHandle = NO_MODEL) -> RoleFacts:
-        facts = super().begin(source)
+    def begin(self, source: ModelHandle = NO_MODEL, beside: RoleFacts | None = None) -> RoleFacts:
+        facts = super().begin(source, beside)
         sys.stdout.write("the last words of this role\n")
         sys.stdout.flush()
         return facts
@@ -100,8 +99,8 @@ class Scene:
         slot = RoleSlot(kind=RoleKind.WORKER, index=index, node=0)
         path = self.work_dir / f"{slot.name}.log"
         make = ray.remote(concurrency_groups={"watch": 1})
-        actor = make(EchoRole).options(num_cpus=0).remote(RoleStart(slot=slot, log_path=path))
-        return RunningRole(slot=slot, log_path=path, actor=actor)
+        start = RoleStart(slot=slot, log_path=path)
+        return RunningRole(start=start, actor=make(EchoRole).options(num_cpus=0).remote(start))
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +189,8 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
         assert 0 < int(await role.read.remote("GOMP_SPINCOUNT")) < 300_000
         niceness = os.getpriority(os.PRIO_PROCESS, 0)
         assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in descendants(launcher)} == {niceness}
-        watch = DeathWatch(scene.head.find_death)
         with pytest.raises(EngineError, match="refused by the role"):
-            await watch.guard(role.refuse.remote(), 300.0)
-        watch.stop()
+            await DeathWatch().guard(role.refuse.remote())
 
     scene.loop.run_until_complete(act())
     # Neither value nor name of a secret is in a command line.
@@ -205,16 +202,17 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
 
 def test_prc_5_a_killed_role_is_named_with_its_last_words_while_another_is_asked(scene: Scene) -> None:
     async def act() -> float:
-        watch = DeathWatch(scene.head.find_death)
+        watch = DeathWatch()
         asked, killed = scene.start_role(1), scene.start_role(2)
         for role in (asked, killed):
-            watch.follow(role, role.actor.wait_for_end.options(concurrency_group="watch").remote())
+            ending = role.actor.wait_for_end.options(concurrency_group="watch").remote()
+            watch.follow(role.start.slot.name, role.ended(ending))
             role.facts = await role.actor.begin.remote()
         facts = killed.facts
         assert facts is not None
-        call = asyncio.ensure_future(watch.guard(asked.actor.sleep.remote(), 600.0))
+        call = asyncio.ensure_future(watch.guard(asked.actor.sleep.remote()))
         await asyncio.sleep(0.2)
-        assert watch.find("worker-2") is None
+        assert not call.done()
         os.kill(facts.pid, signal.SIGKILL)
         killed_at = time.monotonic()
         with pytest.raises(EngineLost) as caught:
@@ -224,7 +222,6 @@ def test_prc_5_a_killed_role_is_named_with_its_last_words_while_another_is_asked
             message
         )
         assert "the last words of this role" in message
-        assert watch.find("worker-2") == message
         watch.stop()
         return time.monotonic() - killed_at
 

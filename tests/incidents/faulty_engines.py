@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from strop.cluster import Roles
-from strop.cluster.local import LocalLearner, SharedPublisher
+from strop.cluster.local import LocalLearner, publish_shared
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.native import NativeEngine
 from strop.environments import SingleTurn, run_group
@@ -81,7 +81,7 @@ def build_gate(path: Path, engine: Engine, *, dtype: str = "float32", **settings
     tokenizer = Tokenizer.load(path)
     learner = Learner(load_model(path, dtype), spec.optimizer)
     role = LocalLearner(learner)
-    roles = Roles(learner=role, engine=engine, publisher=SharedPublisher(role), tokenizer=tokenizer)
+    roles = Roles(learner=role, engine=engine, publish=partial(publish_shared, role), tokenizer=tokenizer)
     return GateInput(spec=spec, task=build_task(spec.task), roles=roles, model_dir=path, run_path=path)
 
 

@@ -15,14 +15,13 @@ import pytest
 from strop.cluster import Roles
 from strop.errors import CheckRefused, RunStopped
 from strop.io import verify_directory
-from strop.policy.packing import PackedGroup
 from strop.record import EventKind, RunDir
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FloatArray, Outcome, Rollout
 from strop.train.batch import pack_reply, share_prompts
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.spell import PaysAlways, SpellTask
-from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
 
 
 def test_opt_3_weight_1_beside_a_tiny_reward_loss_raises_the_alarm(
@@ -103,15 +102,17 @@ def compose(root: Path, model_dir: Path, **sections: Any) -> Composition:
     return Composition(tiny_spec(reference=reference, **sections), model_dir, new_run(root))
 
 
-class Shifted:
-    """A reference that is not the weights it says it is."""
+def shift(roles: Roles) -> Roles:
+    """Have a reference that is not the weights it says it is."""
+    learner = learner_of(roles)
+    right = learner.score
 
-    def __init__(self, roles: Roles) -> None:
-        assert roles.reference is not None
-        self._reference = roles.reference
+    def score(groups: Any, temperature: float, role: str | None = None) -> list[FloatArray]:
+        scores = right(groups, temperature, role)
+        return [one - np.float32(0.5) for one in scores] if role == "reference" else scores
 
-    async def score(self, groups: list[PackedGroup], temperature: float) -> list[FloatArray]:
-        return [scores - np.float32(0.5) for scores in await self._reference.score(groups, temperature)]
+    learner.score = score  # type: ignore[method-assign]
+    return roles
 
 
 def test_opt_1_the_gate_refuses_a_reference_that_differs_at_the_start(
@@ -119,7 +120,7 @@ def test_opt_1_the_gate_refuses_a_reference_that_differs_at_the_start(
 ) -> None:
     made = compose(tmp_path, tiny_model_dir)
     with pytest.raises(CheckRefused, match="are the same weights and disagree about the same tokens"):
-        made.run(lambda roles: replace(roles, reference=Shifted(roles)))
+        made.run(shift)
 
 
 def test_opt_1_a_run_with_a_penalty_starts_at_0_and_stays_close(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -138,7 +139,6 @@ def test_opt_1_a_run_with_a_penalty_starts_at_0_and_stays_close(tmp_path: Path, 
 async def distance(roles: Roles, rollouts: Sequence[Rollout]) -> float:
     """Return the divergence of the policy from its reference, in nats per token that it sampled."""
     groups = share_prompts([(one.turns[0].token_ids, pack_reply(one.turns, 0.0, 0.0)) for one in rollouts])
-    reference = roles.reference
-    assert reference is not None
-    own, theirs = [np.concatenate(await one.score(groups, 1.0)) for one in (roles.policy, reference)]
+    asked = [await roles.learner.score(groups, 1.0, role) for role in (None, "reference")]
+    own, theirs = map(np.concatenate, asked)
     return float((own - theirs).mean())

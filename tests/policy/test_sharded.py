@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from strop.algorithm.catalog import GRPO, GSPO
 from strop.algorithm.offline import Divergence, Preference
-from strop.cluster.sharded import load_empty, shard_frozen, shard_learner
+from strop.cluster.sharded import ShardedMasters, load_empty
 from strop.errors import CorruptRecord, LearnerError, StoreError
 from strop.policy.distilling import DistillTerm
 from strop.policy.footprint import rank_kept_bytes, read_model_size
@@ -33,7 +33,7 @@ from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import TEACHER, Learner, LossTerm, Term
 from strop.policy.lora import ADAPTER_FILES
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms, TokenTermsFn
-from strop.policy.optimizer import Histogram, StepPlan, StepReport
+from strop.policy.optimizer import Histogram, Ranks, StepPlan, StepReport
 from strop.policy.packing import PackedGroup, PackedReply, with_logprobs
 from strop.policy.publication import digest_each, tensors_digest
 from strop.policy.scoring import FrozenModel
@@ -126,7 +126,8 @@ def load_frozen(model_dir: Path) -> FrozenModel:
         parameter.requires_grad_(False)
     if is_whole:
         return FrozenModel(model, max_positions=BUDGET)
-    return shard_frozen(model, model_dir, max_positions=BUDGET)
+    weights = ShardedMasters(model, model_dir)
+    return FrozenModel(model, max_positions=BUDGET, weights=weights, ranks=Ranks(is_group=True))
 
 
 def heard(scores: list[FloatArray]) -> list[FloatArray]:
@@ -174,7 +175,9 @@ def sharded(
 ) -> Learner:
     model = load_empty(model_dir, DTYPES[dtype])
     change(model)
-    return shard_learner(model, model_dir, OptimizerSpec(**({"lr": LR} | spec)), micro_batch_positions=BUDGET)
+    masters, ranks = ShardedMasters(model, model_dir), Ranks(is_group=True)
+    given = OptimizerSpec(**({"lr": LR} | spec))
+    return Learner(model, given, micro_batch_positions=BUDGET, masters=masters, ranks=ranks)
 
 
 def single(

@@ -175,7 +175,7 @@ def test_a_policy_learns_from_itself_knowing_the_answer(
     roles = made.run()
     lines = made.run_dir.metrics.read()
     assert all(line["loss"] > 0.0 and line["grad_norm"] > 0.0 for line in lines)
-    assert (roles.teacher is None) == (source == "current")
+    assert (not roles.frozen_dirs) == (source == "current")
 
 
 def test_the_other_steps_take_demonstrations(tmp_path: Path, tiny_model_dir: Path, teacher_dir: Path) -> None:

@@ -6,6 +6,6 @@ and cannot tell them apart.
 Placements import torch; import them by path, or let `contract.build_placement` do it.
 """
 
-from strop.cluster.contract import LearnerRole, Placement, Publisher, Roles, Scorer
+from strop.cluster.contract import LearnerRole, Roles
 
-__all__ = ["LearnerRole", "Placement", "Publisher", "Roles", "Scorer"]
+__all__ = ["LearnerRole", "Roles"]

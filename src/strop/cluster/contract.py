@@ -7,12 +7,17 @@ states never cross processes.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from strop.engine.contract import Engine, WeightUpdate
 from strop.errors import ConfigError
@@ -21,6 +26,8 @@ from strop.rollout import FloatArray, Group
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from strop.cluster.local import InlinePlacement
+    from strop.cluster.ray.placement import RayPlacement
     from strop.environments import RolloutPlan
     from strop.hardware.busy_clock import BusyClock
     from strop.policy.language_model import ModelShape
@@ -91,88 +98,81 @@ class LearnerRole(ABC):
     ) -> list[T]:
         """Call like `call`; return what every rank returns."""
 
-    @abstractmethod
-    async def begin(
-        self, method: Callable[Concatenate[Learner, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Begin to call like `call`, and return at once. The next call waits for its end."""
+    async def score(
+        self, groups: Sequence[PackedGroup], temperature: float, role: str | None = None
+    ) -> list[FloatArray]:
+        """Return log-probabilities under the policy or the frozen model of a role. See `Learner.score`."""
+        from strop.policy.learner import Learner
+
+        return await self.call(Learner.score, groups, temperature, role)
 
     async def save_state(self, target: Path) -> None:
         """Write masters, moments and counters into an existing directory. Raises: StoreError."""
         for files in await self.call_all(save_part, target):
-            for name, content in files.items():
-                try:
-                    await asyncio.to_thread((target / name).write_bytes, content)
-                except OSError as error:
-                    raise explain_write_failure(error, target) from error
+            await asyncio.to_thread(write_files, target.parent, files)
 
     async def load_state(self, source: Path) -> None:
         """Restore the files of `save_state`. Raises: CorruptRecord if a part is missing or does not fit."""
-        files = {} if self.facts.sees_run else await asyncio.to_thread(_read_files, source)
+        files = {} if self.facts.sees_run else await asyncio.to_thread(read_files, source)
         await self.call(load_part, source, files)
 
 
-def save_part(learner: Learner, target: Path) -> dict[str, bytes]:
-    """Write a learner's state; return nothing, or the files by name if it does not see the run's disk."""
+def save_part(learner: Learner, target: Path) -> Files:
+    """Write a learner's state; return its files if it does not see the run's disk."""
     if learner.sees_run:
         learner.save_state(target)
         return {}
     with TemporaryDirectory() as place:
-        learner.save_state(Path(place))
-        return _read_files(Path(place))
+        (own := Path(place) / target.name).mkdir()
+        learner.save_state(own)
+        return read_files(own)
 
 
-def load_part(learner: Learner, source: Path, files: Mapping[str, bytes]) -> None:
-    """Restore a learner's state, from the files by name if it does not see the run's disk."""
-    if learner.sees_run:
-        learner.load_state(source)
-        return
+def load_part(learner: Learner, source: Path, files: Files) -> None:
+    """Restore a learner's state, from its files if it does not see the run's disk."""
     with TemporaryDirectory() as place:
-        for name, content in files.items():
-            (Path(place) / name).write_bytes(content)
-        learner.load_state(Path(place))
+        if not learner.sees_run:
+            write_files(Path(place), files)
+            source = Path(place) / source.name
+        learner.load_state(source)
 
 
-def _read_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+Files = Mapping[str, NDArray[np.uint8]]
+"""Bytes by path. Arrays, which Ray reads where it has stored them."""
+
+
+def read_files(path: Path) -> Files:
+    """Return a file, or the files of a folder, by their paths beside `path`. None may be empty."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return {
+        str(file.relative_to(path.parent)): np.memmap(file, np.uint8, "r").view(np.ndarray) for file in files
+    }
+
+
+def write_files(folder: Path, files: Files) -> None:
+    """Write the files of `read_files` into a folder. Raises: StoreError."""
+    for name, content in files.items():
+        path = folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content.tofile(path)
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+
+
+def keep_only(folder: Path, *kept: Path) -> None:
+    """Remove all other files and folders from a folder."""
+    for path in set(folder.iterdir()) - set(kept):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def call_method(learner: Learner, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a method as the learner's own class has it, or a function of a learner."""
-    own: Callable[..., T] | None = getattr(learner, method.__name__, None)
-    return method(learner, *args, **kwargs) if own is None else own(*args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Scorer:
-    """The policy, or the frozen model of a role beside it, as a judge of replies."""
-
-    learner: LearnerRole
-    role: str | None = None
-
-    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
-        from strop.policy.learner import Learner
-
-        return await self.learner.call(Learner.score, groups, temperature, self.role)
-
-
-class Publisher(Protocol):
-    """Makes the learner's weights available to engines."""
-
-    async def publish(self) -> WeightUpdate:
-        """Publish the current weights under the learner's version.
-
-        Raises: StoreError if they cannot be written.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End all sending, and remove every publication. May be called twice.
-
-        Raises: StoreError if a store refuses to remove one.
-        """
-        ...
+    """Call a method as this learner has it, or a function of a learner."""
+    own: Callable[..., T] = getattr(learner, method.__name__, partial(method, learner))
+    return own(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,42 +181,21 @@ class Roles:
 
     learner: LearnerRole
     engine: Engine
-    publisher: Publisher
+    publish: Callable[[], Awaitable[WeightUpdate]]
+    """Makes the learner's weights available to engines. Raises: StoreError if they cannot be written."""
     tokenizer: Tokenizer
     run_group: Callable[[Sequence[RolloutPlan]], Awaitable[Group]] | None = None
     """Attempts one group on rollout workers. None: rollouts run in the loop's process."""
-    reference: Scorer | None = None
-    teacher: Scorer | None = None
     busy: Mapping[str, BusyClock] = field(default_factory=dict)
     """The clocks of `engine-N` and the `verifier` for `run_group`; empty where that is None."""
     frozen_dirs: Mapping[str, Path] = field(default_factory=dict)
     """Model directories of reference and teacher, by role."""
 
-    @property
-    def policy(self) -> Scorer:
-        """The policy as a judge of replies."""
-        return Scorer(self.learner)
-
-
-class Placement(Protocol):
-    """Starts the roles and stops them all."""
-
-    async def start(self) -> Roles:
-        """Start every role and wait until each answers. Whatever comes of it, `stop` is due.
-
-        Raises: EngineError if a role cannot be started; its last log lines are in the message.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """End all roles. May be called at any time, and twice."""
-        ...
-
 
 def build_placement(
     spec: RunSpec, source: ModelHandle, work_dir: Path, judges: Mapping[str, ModelHandle] | None = None
-) -> Placement:
-    """Build the placement of `spec.layout`; nothing is started yet.
+) -> InlinePlacement | RayPlacement:
+    """Build the placement of `spec.layout`; nothing is started yet. Its `stop` is due whatever `start` does.
 
     The placement keeps logs and other files in `work_dir`, which need not exist. `judges` are the models of
     the judges that the run starts, by name.
@@ -249,22 +228,17 @@ async def with_frozen(
             _require_same_tokens(Tokenizer.load(source.path), Tokenizer.load(model.path), role)
         # Ranks may have another working directory.
         await roles.learner.call(load_frozen, role, replace(model, path=model.path.absolute()))
-        scorer = Scorer(roles.learner, role)
-        roles = replace(roles, reference=scorer) if role == "reference" else replace(roles, teacher=scorer)
         roles = replace(roles, frozen_dirs={**roles.frozen_dirs, role: model.path})
     return roles
 
 
 def _require_same_tokens(own: Tokenizer, other: Tokenizer, role: str) -> None:
     """Refuse a tokenizer with another token for an id. Raises: ConfigError naming the first."""
-    num_own, num_other = own.vocab_size, other.vocab_size
-    differing = [i for i in range(min(num_own, num_other)) if own.token_text(i) != other.token_text(i)]
-    if num_own == num_other and not differing:
-        return
-    first = f"; token {differing[0]} is {own.token_text(differing[0])!r} here and" if differing else ""
-    shown = f"{first} {other.token_text(differing[0])!r} there" if differing else ""
-    raise ConfigError(
-        f"the {role}'s tokenizer has {num_other} tokens and the policy's {num_own}{shown}",
-        allowed="the same tokenizer: log-probabilities are compared token by token",
-        next_step=f"choose another {role}",
-    )
+    for token_id in range(max(own.vocab_size, other.vocab_size)):
+        here, there = own.token_text(token_id), other.token_text(token_id)
+        if here != there:
+            raise ConfigError(
+                f"token {token_id} is {here!r} for the policy and {there!r} for the {role}",
+                allowed="the same tokenizer: log-probabilities are compared token by token",
+                next_step=f"choose another {role}",
+            )

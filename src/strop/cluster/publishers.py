@@ -5,11 +5,14 @@ A file is in shared memory where that has room (`has_memory_room`); an engine on
 
 from __future__ import annotations
 
+import secrets
 import shutil
-from itertools import count
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from strop.cluster.contract import LearnerRole, Publisher
+from strop.cluster.contract import LearnerRole, keep_only
 from strop.engine.contract import WeightTransport, WeightUpdate
 from strop.engine.loading import can_swap_adapters
 from strop.hardware.leftovers import SHARED_MEMORY
@@ -18,6 +21,9 @@ from strop.policy.device_wires import DeviceSender, Wire, device_digest, send_co
 from strop.policy.footprint import read_model_size
 from strop.policy.learner import Learner
 from strop.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from strop.cluster.ray.ranks import RayLearner
 
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_COPIES = 3
@@ -36,7 +42,7 @@ class FilePublisher:
         self._learner = learner
         self._sends_adapters = sends_adapters
         self._weights_dir = weights_dir.absolute()
-        self._paths: list[Path] = []
+        self._last: Path | None = None
 
     async def publish(self) -> WeightUpdate:
         """Write the learner's compute copies to a new file, or its adapters to a new directory.
@@ -44,15 +50,14 @@ class FilePublisher:
         Raises: StoreError if they cannot be written.
         """
         version = self._learner.version
-        is_adapter = self._sends_adapters and bool(self._paths)
+        is_adapter = self._sends_adapters and self._last is not None
         path = self._weights_dir / f"v{version:06d}{'' if is_adapter else _WEIGHTS_SUFFIX}"
         try:
             self._weights_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise explain_write_failure(error, path) from error
-        for old in self._paths[:-1]:
-            remove_publication(old)
-        self._paths = [*(old for old in self._paths[-1:] if old != path), path]
+        keep_only(self._weights_dir, *(old for old in (self._last, path) if old))
+        self._last = path
         write = Learner.write_adapter if is_adapter else Learner.write_weights
         return WeightUpdate(
             version=version,
@@ -62,40 +67,14 @@ class FilePublisher:
             is_adapter=is_adapter,
         )
 
-    async def close(self) -> None:
-        """Remove every publication."""
-        shutil.rmtree(self._weights_dir, ignore_errors=True)
 
-
-def remove_publication(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-class DevicePublisher:
-    """Publishes from GPU to GPU."""
-
-    def __init__(self, learner: LearnerRole, wire: Wire, *, host: str, num_receivers: int) -> None:
-        """All receivers reach `host`."""
-        self._learner = learner
-        self._wire: Wire = wire
-        self._host = host
-        self._num_receivers = num_receivers
-        self._num_offers = count()
-
-    async def publish(self) -> WeightUpdate:
-        """Offer the learner's compute copies."""
-        version = self._learner.version
-        name = f"v{version:06d}-{next(self._num_offers)}"
-        path, digest = await self._learner.call(offer_copies, self._wire, self._host, name)
-        await self._learner.begin(send_offered, self._wire, name, self._num_receivers)
-        return WeightUpdate(version=version, digest=digest, transport=WeightTransport.BROADCAST, path=path)
-
-    async def close(self) -> None:
-        """Do nothing: sending ends with the learner."""
+async def send_weights(learner: RayLearner, wire: Wire, host: str, num_receivers: int) -> WeightUpdate:
+    """Offer the learner's compute copies from GPU to GPU. All receivers reach `host`."""
+    version = learner.version
+    name = f"v{version:06d}-{secrets.token_hex(4)}"
+    path, digest = await learner.call(offer_copies, wire, host, name)
+    learner.begin(send_offered, wire, name, num_receivers)
+    return WeightUpdate(version=version, digest=digest, transport=WeightTransport.BROADCAST, path=path)
 
 
 def offer_copies(learner: Learner, wire: Wire, host: str, name: str) -> tuple[str, str]:
@@ -117,16 +96,17 @@ def send_offered(learner: Learner, wire: Wire, name: str, num_receivers: int) ->
     send_copies(learner.sender, wire, name, learner.compute_copies(), num_receivers)
 
 
-def open_publisher(spec: RunSpec, learner: LearnerRole, weights_dir: Path, *, host: str) -> Publisher:
-    """Return the publisher of a run. All engines reach the learner's machine at `host`."""
+def choose_publisher(
+    spec: RunSpec, learner: RayLearner, weights_dir: Path, *, host: str
+) -> Callable[[], Awaitable[WeightUpdate]]:
+    """Return what publishes a run's weights. All engines reach the learner's machine at `host`."""
     layout = spec.layout
     # Not for adapters, which are small or merged on the CPU.
     if spec.lora.rank is None and layout.has_gpus and learner.facts.device == "cuda":
-        wire: Wire = "ipc" if layout.is_shared else "nccl"
         # Each of vLLM's workers is a receiver.
         num_receivers = layout.num_engines * layout.tensor_parallel
-        return DevicePublisher(learner, wire, host=host, num_receivers=num_receivers)
-    return FilePublisher(learner, weights_dir, sends_adapters=can_swap_adapters(spec))
+        return partial(send_weights, learner, "ipc" if layout.is_shared else "nccl", host, num_receivers)
+    return FilePublisher(learner, weights_dir, sends_adapters=can_swap_adapters(spec)).publish
 
 
 def has_memory_room(model_dir: Path, *, reserved_bytes: int = 0) -> bool:

@@ -42,14 +42,13 @@ def check_judges(spec: RunSpec, policy: ModelHandle, models: Mapping[str, ModelH
         Tokenizer.load(judge.path).require_chat_template()
 
 
-async def guard(work: Coroutine[Any, Any, T], *find_failures: Callable[[], Exception | None]) -> T:
-    """Await `work`; once one of `find_failures` returns an error, cancel it and raise the error."""
+async def guard(work: Coroutine[Any, Any, T], find_failure: Callable[[], Exception | None]) -> T:
+    """Await `work`; once `find_failure` returns an error, cancel it and raise the error."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:
-            for find_failure in find_failures:
-                if (failure := find_failure()) is not None:
-                    raise failure
+            if (failure := find_failure()) is not None:
+                raise failure
         return await task
     finally:
         if not task.done():

@@ -19,23 +19,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from strop.policy.head import HeadGradients
 from strop.policy.language_model import LanguageModel, decoder_layers, find_trunk, load_module, read_shape
-from strop.policy.learner import Learner
 from strop.policy.optimizer import Masters, Ranks, TensorShard, find_head, run_on_first
 from strop.policy.proof import judge
-from strop.policy.scoring import FrozenModel
 from strop.policy.weights import listed_shards, read_names
-from strop.spec.train import OptimizerSpec
 
 
 def load_empty(path: Path, dtype: torch.dtype) -> LanguageModel:
-    """Return a model without memory, for `shard_learner` or `shard_frozen`. Every rank must call it.
+    """Return a model without memory, for `ShardedMasters`. Every rank must call it.
 
     The first rank proves strop's forwards on a small model of the same config. Raises: like
     `LanguageModel.load`.
@@ -48,44 +47,18 @@ def load_empty(path: Path, dtype: torch.dtype) -> LanguageModel:
     return LanguageModel(module, shape=shape, form=form)
 
 
-def shard_frozen(model: LanguageModel, path: Path, *, device: str = "cpu", max_positions: int) -> FrozenModel:
-    """Load this rank's rows of a frozen model, in the compute type. Requirements as for `shard_learner`."""
-    weights = ShardedMasters(model, path, init_device_mesh(device, (dist.get_world_size(),)))
-    return FrozenModel(model, max_positions=max_positions, weights=weights, ranks=Ranks(is_group=True))
-
-
-def shard_learner(
-    model: LanguageModel,
-    path: Path,
-    spec: OptimizerSpec,
-    *,
-    device: str = "cpu",
-    micro_batch_positions: int | None = None,
-    num_steps: int | None = None,
-) -> Learner:
-    """Load this rank's rows of a model directory. Every rank must call it.
-
-    The model is that of `load_empty`, and has its adapters and `recompute_activations` already. `device` is
-    where it is trained, "cpu" or "cuda". The default process group must be initialised: gloo for "cpu",
-    "cpu:gloo,cuda:nccl" for "cuda".
-    """
-    return Learner(
-        model,
-        spec,
-        micro_batch_positions=micro_batch_positions,
-        masters=ShardedMasters(model, path, init_device_mesh(device, (dist.get_world_size(),))),
-        ranks=Ranks(is_group=True),
-        num_steps=num_steps,
-    )
-
-
 class ShardedMasters(Masters):
     """This rank's rows of a model's weights; trained ones have masters."""
 
-    def __init__(self, model: LanguageModel, path: Path, mesh: DeviceMesh) -> None:
-        """Shard an empty model in place, and read this rank's rows from a model directory."""
+    def __init__(self, model: LanguageModel, path: Path, device: str = "cpu") -> None:
+        """Shard a model in place, and read this rank's rows from a model directory. Every rank must call it.
+
+        The model is that of `load_empty`, and has its adapters and `recompute_activations` already. `device`
+        is where it is computed, "cpu" or "cuda". The default process group must be initialised: gloo for
+        "cpu", "cpu:gloo,cuda:nccl" for "cuda".
+        """
         self._model = model
-        self._mesh = mesh
+        self._mesh = mesh = init_device_mesh(device, (dist.get_world_size(),))
         self._dtype = model.dtype
         names = dict(model.trained_parameters())
         types = {name: tensor.dtype for name, tensor in self._tensors()}
@@ -121,7 +94,12 @@ class ShardedMasters(Masters):
             for name, parameter in model.named_parameters()
             if name in names and isinstance(parameter, DTensor)
         }
-        self.by_name = {name: self._open(parameter) for name, parameter in self._parameters.items()}
+        self.by_name = {}
+        for name, parameter in self._parameters.items():
+            self.by_name[name] = master = parameter.to_local().detach()
+            master.grad = torch.zeros_like(master)
+            # FSDP adds to it.
+            parameter.grad = self._placed(parameter, master.grad)
 
     def head_gradients(self) -> HeadGradients:
         """Return the buffers that are reduced by `collect_gradients`."""
@@ -157,15 +135,14 @@ class ShardedMasters(Masters):
 
     def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, gathered in the compute type."""
-        for name, parameter, part in self._compute_parts():
-            yield name, self._placed(parameter, part).full_tensor()
+        for name, parameter in self._rows():
+            yield name, parameter.full_tensor()
 
     def compute_shards(self) -> Iterator[TensorShard]:
         """Yield this rank's rows: equally many on all ranks but the last ones."""
-        for name, parameter, part in self._compute_parts():
-            yield TensorShard(
-                name=name, part=part, first=self._find_first(parameter), shape=tuple(parameter.shape)
-            )
+        for name, rows in self._rows():
+            first, shape = self._find_first(rows), tuple(rows.shape)
+            yield TensorShard(name=name, part=rows.to_local(), first=first, shape=shape)
 
     @torch.no_grad()
     def fill(self, path: Path, types: Mapping[str, torch.dtype]) -> None:
@@ -184,53 +161,41 @@ class ShardedMasters(Masters):
         # All that files hold: parameters but adapters, and some buffers.
         buffers = {name for name, _ in module.named_buffers()}
         wanted = tensors.keys() - (made.keys() - (module.state_dict().keys() & buffers))
-        stored = {name: file for file in listed_shards(path) for name in read_names(path / file)}
-        if wanted <= stored.keys() <= module.state_dict().keys():
-            for name in wanted:
-                with safe_open(path / stored[name], framework="pt") as file:
-                    self._take(tensors[name], file.get_slice(name), types[name])
-            return
-        whole: dict[str, torch.Tensor] = {}
-        if self._mesh.get_local_rank() == 0:
-            loaded = load_module(path, self._dtype)
-            whole = dict(chain(loaded.named_parameters(), loaded.named_buffers()))
-        for name in sorted(wanted):
-            values = whole[name].detach() if whole else torch.empty(tensors[name].shape, dtype=types[name])
-            # Bytes: gloo supports fewer types than torch.
-            dist.broadcast(values.contiguous().view(-1).view(torch.uint8), 0)
-            self._take(tensors[name], values, types[name])
+        stored = {name for file in listed_shards(path) for name in read_names(path / file)}
+        if wanted <= stored <= module.state_dict().keys():
+            load({name: tensors[name] for name in wanted}, storage_reader=HuggingFaceStorageReader(str(path)))
+        else:
+            whole: dict[str, torch.Tensor] = {}
+            if self._mesh.get_local_rank() == 0:
+                loaded = load_module(path, self._dtype)
+                whole = dict(chain(loaded.named_parameters(), loaded.named_buffers()))
+            for name in sorted(wanted):
+                own = tensors[name]
+                values = whole[name].detach() if whole else torch.empty(own.shape, dtype=types[name])
+                # Bytes: gloo supports fewer types than torch.
+                dist.broadcast(values.contiguous().view(-1).view(torch.uint8), 0)
+                if isinstance(own, DTensor):
+                    values = distribute_tensor(values, self._mesh, own.placements, src_data_rank=None)
+                own.copy_(values)
+        for name in wanted:
+            # Files may hold another type, from which a whole model would be rounded.
+            tensors[name].copy_(tensors[name].to(types[name]))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._model.named_parameters()
         yield from self._model.module.named_buffers()
 
-    def _take(self, tensor: torch.Tensor, values: Any, dtype: torch.dtype) -> None:
-        """Copy this rank's rows of a tensor or a slice of a file, rounded to a type."""
-        if not isinstance(tensor, DTensor):
-            tensor.copy_(values[...])
-        elif num_rows := len(tensor.to_local()):
-            first = self._find_first(tensor)
-            tensor.to_local().copy_(values[first : first + num_rows].to(dtype))
-
     def _find_first(self, parameter: DTensor) -> int:
         """Return the index of this rank's first row."""
-        most = -(-len(parameter) // self._mesh.size())
-        first = min(self._mesh.get_local_rank() * most, len(parameter))
-        num_rows = min(most, len(parameter) - first)
-        assert len(parameter.to_local()) == num_rows, "rows are not where FSDP2 puts them"
-        return first
+        placed = compute_local_shape_and_global_offset(parameter.shape, self._mesh, parameter.placements)
+        return placed[1][0]
 
-    def _compute_parts(self) -> Iterator[tuple[str, DTensor, torch.Tensor]]:
+    def _rows(self) -> Iterator[tuple[str, DTensor]]:
+        """Yield every parameter in the compute type."""
         for name, parameter in self._model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            yield name, parameter, parameter.to_local().detach().to(self._dtype)
-
-    def _open(self, parameter: DTensor) -> torch.Tensor:
-        """Return the local tensor of a parameter; FSDP adds to its gradient buffer."""
-        master = parameter.to_local().detach()
-        master.grad = torch.zeros_like(master)
-        parameter.grad = self._placed(parameter, master.grad)
-        return master
+            rows = parameter.detach().to(self._dtype)
+            assert isinstance(rows, DTensor)
+            yield name, rows
 
     def _placed(self, like: DTensor, part: torch.Tensor) -> DTensor:
         return DTensor.from_local(

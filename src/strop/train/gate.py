@@ -236,12 +236,11 @@ def _target_ids(rollout: Rollout) -> IntArray:
 
 async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse a reference that disagrees with the policy where both are the same weights."""
-    reference = gate.roles.reference
-    assert reference is not None, "roles of a run with a penalty have a reference"
     packed = pack_rollouts(r for group in groups for r in group.rollouts if r.num_sampled_tokens)
     temperature = gate.spec.sampling.temperature
     own, theirs = [
-        np.concatenate(await scorer.score(packed, temperature)) for scorer in (gate.roles.policy, reference)
+        np.concatenate(await gate.roles.learner.score(packed, temperature, role))
+        for role in (None, "reference")
     ]
     is_same = gate.spec.reference.model is None and gate.roles.learner.version == 0
     mean_nats = float(np.abs(own - theirs).mean())

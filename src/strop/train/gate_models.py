@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from strop.cluster import Scorer
 from strop.hardware.tuning import compute_in_thread
 from strop.policy.families import say_alone
 from strop.policy.footprint import read_model_size
@@ -112,13 +111,11 @@ async def check_weights(gate: GateInput) -> GateCheck:
     A policy that this run has already trained is not refused: it may have been trained for anything.
     """
     roles = gate.roles
-    models: list[tuple[str, Scorer, Path]] = [("policy", roles.policy, gate.model_dir)]
-    for role, frozen in (("reference", roles.reference), ("teacher", roles.teacher)):
-        if frozen is not None and roles.frozen_dirs.get(role) not in (None, gate.model_dir):
-            models.append((role, frozen, roles.frozen_dirs[role]))
+    models = {"policy": gate.model_dir}
+    models |= {role: path for role, path in roles.frozen_dirs.items() if path != gate.model_dir}
     details, is_passed = [], True
-    for role, scorer, path in models:
-        loss_nats, per_byte = await _measure_loss(gate, scorer)
+    for role, path in models.items():
+        loss_nats, per_byte = await _measure_loss(gate, None if role == "policy" else role)
         bound = bound_nats_per_byte(read_model_size(path).body_params)
         is_begun = role == "policy" and roles.learner.version > 0
         is_sound = is_begun or per_byte < bound
@@ -148,7 +145,7 @@ def bound_nats_per_byte(num_params: int) -> float:
     return float(_LOSS_SLACK * law_nats / _LAW_BYTES)
 
 
-async def _measure_loss(gate: GateInput, scorer: Scorer) -> tuple[float, float]:
+async def _measure_loss(gate: GateInput, role: str | None) -> tuple[float, float]:
     """Return the loss on the canary per token and per byte; infinite with ids beyond the vocabulary."""
     tokenizer = gate.roles.tokenizer
     start_ids, token_ids = tokenizer.start_ids, tokenizer.encode(CANARY)
@@ -156,7 +153,7 @@ async def _measure_loss(gate: GateInput, scorer: Scorer) -> tuple[float, float]:
         return float("inf"), float("inf")
     if not len(start_ids):
         start_ids, token_ids = token_ids[:1], token_ids[1:]
-    (logprobs,) = await scorer.score([pack_given(start_ids, [token_ids])], 1.0)
+    (logprobs,) = await gate.roles.learner.score([pack_given(start_ids, [token_ids])], 1.0, role)
     loss_nats = -float(logprobs.mean())
     num_bytes = sum(len(tokenizer.token_text(token_id).encode()) for token_id in token_ids.tolist())
     return loss_nats, loss_nats * len(token_ids) / max(num_bytes, 1)
@@ -201,7 +198,7 @@ def pack_rollouts(rollouts: Iterable[Rollout]) -> list[PackedGroup]:
 async def _gaps(gate: GateInput, rollouts: Sequence[Rollout], temperature: float) -> np.ndarray:
     """Return trainer minus engine log-probability of every sampled token."""
     groups = pack_rollouts(rollouts)
-    scores = await gate.roles.policy.score(groups, temperature)
+    scores = await gate.roles.learner.score(groups, temperature)
     engine_logprobs = [reply.engine_logprobs for group in groups for reply in group.replies]
     gaps: np.ndarray = np.concatenate(scores) - np.concatenate(engine_logprobs)
     return gaps

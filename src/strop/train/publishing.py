@@ -176,7 +176,7 @@ class Publishing:
         """
         await self.await_proof()
         if self._version != self._roles.learner.version:
-            update = replace(await self._roles.publisher.publish(), mode=self._mode)
+            update = replace(await self._roles.publish(), mode=self._mode)
             receipt = await self._roles.engine.update(update)
             if (receipt.version, receipt.digest) != (update.version, update.digest):
                 raise WeightMismatch(
@@ -213,7 +213,7 @@ class Publishing:
 
     async def _prove(self, update: WeightUpdate) -> None:
         packed = pack_given(self._canary.prompt_ids, [self._canary.reply_ids])
-        (learner_T,) = await self._roles.policy.score([packed], 1.0)
+        (learner_T,) = await self._roles.learner.score([packed], 1.0)
         await self._canary.check(self._roles.engine, update.version, learner_T)
 
     def _note_replica(self, event: ReplicaEvent) -> None:

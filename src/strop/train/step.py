@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -286,11 +287,11 @@ class StepTerms:
         if self.preferences is None:
             return
         # Without `reference.model` the reference is the weights that the run starts from.
-        untrained = self.roles.policy if self.roles.learner.version == 0 else None
-        scorer = self.roles.reference or untrained
+        learner, role = self.roles.learner, "reference" if "reference" in self.roles.frozen_dirs else None
+        score = partial(learner.score, role=role) if role or learner.version == 0 else None
         temperature = self.spec.sampling.temperature
         self.preferences = await with_reference(
-            self.preferences, scorer, run_path / REFERENCE_NAME, temperature
+            self.preferences, score, run_path / REFERENCE_NAME, temperature
         )
         self._pairs = ExampleSchedule(
             self.preferences.members, seed=self.spec.seed, prompts_per_step=self.spec.dpo.pairs_per_step
@@ -364,16 +365,15 @@ class StepTerms:
         algorithm, temperature = self.algorithm, self.spec.sampling.temperature
         groups = tuple(groups)
         if algorithm.mode == "decoupled" or algorithm.reward_kl_beta:
-            scores = await self.roles.policy.score(groups, temperature)
+            scores = await self.roles.learner.score(groups, temperature)
             groups = with_logprobs(groups, "old", scores)
         if algorithm.needs_reference:
-            assert self.roles.reference is not None
-            scores = await self.roles.reference.score(groups, temperature)
+            scores = await self.roles.learner.score(groups, temperature, "reference")
             groups = with_logprobs(groups, "reference", scores)
         if algorithm.reward_kl_beta:
             groups = penalize_rewards(algorithm, groups)
         if algorithm.teacher_weight != 0.0:
-            teacher = self.roles.teacher or self.roles.policy
+            teacher = "teacher" if "teacher" in self.roles.frozen_dirs else None
             # The teacher may read another prompt than the policy.
             shown = [
                 group
@@ -381,7 +381,7 @@ class StepTerms:
                 else replace(group, prompt_ids=group.teacher_prompt_ids)
                 for group in groups
             ]
-            scores = await teacher.score(shown, temperature)
+            scores = await self.roles.learner.score(shown, temperature, teacher)
             groups = with_logprobs(groups, "teacher", scores)
         return groups
 

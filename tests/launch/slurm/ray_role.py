@@ -99,7 +99,7 @@ async def wait_for_loss(roles: Roles, run_path: Path, *, is_last: bool) -> None:
     router.report_to(lost.append)
     num_told = 0
     while True:
-        await roles.policy.score([], 1.0)
+        await roles.learner.score([], 1.0)
         reply = await router.generate(REQUEST)
         if len(lost) > num_told:
             num_told = len(lost)

@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         require_ray()
         temp_dir = options.temp_dir or choose_temp_dir(options.below)
-        host = find_host(os.environ)
+        host = find_host_address(count_nodes(os.environ), os.environ.get("GLOO_SOCKET_IFNAME"))
         index = int(os.environ.get(NODE_VARIABLE, "0"))
         with own_dir(temp_dir), own_dir(shared_dir_of(temp_dir)):
             environ = os.environ | ray_environment(os.environ, host)
@@ -159,11 +159,6 @@ def ray_environment(environ: Mapping[str, str], host: str) -> dict[str, str]:
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
         "RAY_enable_metrics_collection": "0",
     }
-
-
-def find_host(environ: Mapping[str, str]) -> str:
-    """Return the address of this node for the other nodes of its job. Raises: CheckRefused."""
-    return find_host_address(count_nodes(environ), environ.get("GLOO_SOCKET_IFNAME"))
 
 
 def require_ray() -> None:

@@ -21,8 +21,6 @@ from strop.store import ModelHandle
 if TYPE_CHECKING:
     from strop.policy.learner import Learner
 
-CALL_LIMIT_S = 3600.0
-"""Limit of a step, a score or a write."""
 P = ParamSpec("P")
 T = TypeVar("T")
 GROUP_LIMIT_S = 600.0
@@ -34,22 +32,8 @@ class LearnerRank(RayRole):
 
     _learner: Learner
 
-    def open_rendezvous(self, host: str, num_ranks: int) -> int:
-        """Open the rendezvous of all ranks; return its port. Only called on the first rank."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self._store = TCPStore(
-            host,
-            0,
-            num_ranks,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=GROUP_LIMIT_S),
-        )
-        return int(self._store.port)
-
     def load(self, spec: RunSpec, rank: int, num_ranks: int, rendezvous: tuple[str, int]) -> LearnerFacts:
-        """Load the model, or this rank's rows of it. `rendezvous`: host and port of the first rank's store.
+        """Load the model, or this rank's rows of it. `rendezvous`: host and port of the ranks' TCP store.
 
         Raises: ConfigError if the model cannot be loaded.
         """
@@ -62,11 +46,10 @@ class LearnerRank(RayRole):
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             limit = timedelta(seconds=GROUP_LIMIT_S)
-            store = self._store if rank == 0 else TCPStore(*rendezvous, num_ranks, timeout=limit)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                store=store,
+                store=TCPStore(*rendezvous, is_master=False, timeout=limit),
                 rank=rank,
                 world_size=num_ranks,
                 timeout=limit,
@@ -107,14 +90,12 @@ class RayLearner(LearnerRole):
     ) -> list[T]:
         """Call a method on every rank; return their answers. See `LearnerRole.call`."""
         calls = asyncio.gather(*self._send(method, *args, **kwargs))
-        answers = await self._watch.guard(calls, CALL_LIMIT_S)
+        answers = await self._watch.guard(calls)
         self._version = answers[0][1]
         return [answer for answer, _ in answers]
 
-    async def begin(
-        self, method: Callable[Concatenate[Learner, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Begin to call a method on every rank. See `LearnerRole.begin`."""
+    def begin(self, method: Callable[Concatenate[Learner, P], T], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Begin to call like `call`, and return at once. The next call waits for its end."""
         # A rank processes one call after the other, so the next call waits.
         self._begun = self._send(method, *args, **kwargs)
 

@@ -1,8 +1,7 @@
-"""The base of all roles of a run on Ray.
+"""The base of all roles of a run on Ray, and the run's record of each.
 
-`spec/layout.py` assigns node and GPUs to each role: Ray's scheduler never chooses a GPU, and a run always has
-the same layout. A role is a plain class; `placement` makes actors of it. It logs from its first line, and
-`begin` takes its GPUs before anything is loaded.
+`spec/layout.py` assigns node and GPUs to each role. A role is a plain class; `placement` makes actors of it.
+It logs from its first line, and `begin` takes its GPUs before anything is loaded.
 """
 
 from __future__ import annotations
@@ -12,16 +11,19 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from strop.errors import CheckRefused
+from strop.cluster.ray.deaths import lost
+from strop.errors import CheckRefused, EngineLost
 from strop.hardware.allocation import take_devices
+from strop.hardware.process import tail
 from strop.hardware.tuning import importing
 from strop.hardware.visible_devices import ENV_DEVICES, PART_DEVICES, VISIBLE_DEVICES
-from strop.io.variables import level_variables, log_from
+from strop.io.variables import log_from
 from strop.spec.layout import ENV, RoleSlot
 
 if TYPE_CHECKING:
@@ -35,22 +37,45 @@ class RoleStart:
     slot: RoleSlot
     log_path: Path
     num_threads: int = 1
-    log_level: str | None = None
-    """From `output.log_level` for the role, if that is set."""
     takes_devices: bool = True
     """Whether the slot names its GPUs; else Ray has chosen them."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the run's process may have from its run file; on an attached cluster also the job's."""
+    """Of the log, and of the run's process by its run file; on an attached cluster also the job's."""
     mark_path: Path = Path("/")
     """A file on the disk of the run's process: a role that sees it shares that disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleFacts:
-    """Identity of a role's process."""
+    """Identity of a role's process, and the GPUs that it sees."""
 
     pid: int
     host: str
+    visible_devices: str | None = None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RunningRole:
+    """A role that was started."""
+
+    start: RoleStart
+    actor: Any = None
+    facts: RoleFacts | None = None
+    """None until it has begun."""
+
+    async def ended(self, call: Awaitable[object]) -> EngineLost:
+        """Wait for the end of `wait_for_end`, and describe it."""
+        from ray.exceptions import RayError
+
+        try:
+            cause = str(await call)
+        except RayError as error:
+            cause = str(error).strip()
+        slot, path, host = self.start.slot, self.start.log_path, self.facts.host if self.facts else "unknown"
+        lines = tail(path) if path.exists() else f"(they are on {host})"
+        where = f"role {slot.name} on node {slot.node} ({host})"
+        where += f", process {self.facts.pid}, ended" if self.facts else " ended"
+        return lost(f"{where}: {cause}\nIts last log lines ({path}):\n{lines}\n")
 
 
 class RayRole:
@@ -68,16 +93,18 @@ class RayRole:
                 stream.flush()
                 os.dup2(log.fileno(), stream.fileno())
 
-    def begin(self, source: ModelHandle) -> RoleFacts:
-        """Take the GPUs, and find the model or fetch it.
+    def begin(self, source: ModelHandle, beside: RoleFacts | None = None) -> RoleFacts:
+        """Take the GPUs, those of another role if it is `beside` that one, and find the model or fetch it.
 
         Raises: CheckRefused naming the role if its node shows fewer GPUs; as `bring_model`.
         """
         start, slot = self._start, self._start.slot
-        os.environ.update({**level_variables(start.log_level), **start.variables})
-        log_from(start.log_level)
+        os.environ.update(start.variables)
+        log_from(None)
         if slot.devices is not None:
-            if start.takes_devices:
+            if beside is not None:
+                os.environ[VISIBLE_DEVICES] = beside.visible_devices or ""
+            elif start.takes_devices:
                 os.environ.update(take_devices(slot.name, slot.devices, os.environ))
                 for name in PART_DEVICES.values():
                     os.environ.pop(name, None)
@@ -93,7 +120,8 @@ class RayRole:
         sys.stdout.write(f"role {slot.name} on node {slot.node}, process {os.getpid()}\n")
         sys.stdout.flush()
         self._source = self.bring_model(source)
-        return RoleFacts(pid=os.getpid(), host=socket.gethostname())
+        devices = os.environ.get(VISIBLE_DEVICES)
+        return RoleFacts(pid=os.getpid(), host=socket.gethostname(), visible_devices=devices)
 
     @property
     def sees_run(self) -> bool:
@@ -121,10 +149,9 @@ class RayRole:
             )
         return replace(source, path=model.path)
 
-    def wait_for_end(self) -> str:
+    def wait_for_end(self) -> None:
         """Wait for ever: the call fails when this process or its node dies."""
         threading.Event().wait()
-        return ""
 
 
 class AsyncRole(RayRole):
@@ -132,18 +159,13 @@ class AsyncRole(RayRole):
 
     def __init__(self, start: RoleStart) -> None:
         super().__init__(start)
-        self._ended = asyncio.Event()
-        self._cause = ""
+        self.undo = AsyncExitStack()
+        """What `end` releases."""
 
-    async def wait_for_end(self) -> str:  # type: ignore[override]
-        """Return why this role is of no use any more; for a killed role the call fails instead."""
-        await self._ended.wait()
-        return self._cause
-
-    def note_end(self, cause: str) -> None:
-        """Say that this role is of no use any more."""
-        self._cause = cause
-        self._ended.set()
+    async def wait_for_end(self) -> None:  # type: ignore[override]
+        """Wait for ever, and let others work meanwhile."""
+        await asyncio.Event().wait()
 
     async def end(self) -> None:
         """Release everything."""
+        await self.undo.aclose()

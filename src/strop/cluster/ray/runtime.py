@@ -20,12 +20,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from strop.cluster.ray.node import AUTH_MODE, choose_temp_dir, find_host, ray_environment, shared_dir_of
-from strop.errors import CheckRefused, EngineError
+from strop.cluster.ray.deaths import lost
+from strop.cluster.ray.node import AUTH_MODE, choose_temp_dir, ray_environment
+from strop.errors import CheckRefused, EngineError, EngineLost
 from strop.hardware.leftovers import SHARED_MEMORY, remove_dead
-from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
+from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_host_address
 from strop.hardware.process import ChildProcess, spawn, terminate
-from strop.io.atomic import explain_write_failure, write_bytes_atomically
+from strop.io.atomic import explain_write_failure
 from strop.io.endpoints import write_secret
 from strop.io.variables import set_variables
 from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE, RAY_TOKEN_PATH
@@ -41,6 +42,7 @@ START_LIMIT_S = 120.0
 _STOP_GRACE_S = 25.0
 """The launcher terminates Ray, then kills it; that takes a second, fifteen at most."""
 _POLL_S = 0.05
+_LOOK_EVERY_S = 1.0
 _KNOCK_LIMIT_S = 10.0
 _CARRIED = (ATTEMPT_VARIABLE, NUMBER_VARIABLE, GRACE_VARIABLE, "HF_HOME", "HF_HUB_OFFLINE", "STROP_CACHE")
 
@@ -55,21 +57,10 @@ class RayHead:
 
         `temp_dir`: a folder for the node's own, short, as paths of sockets end at 107 bytes.
         """
-        self._logs_dir, self._num_nodes = logs_dir, num_nodes
-        self._own_token_path = None if RAY_TOKEN_PATH in os.environ and num_nodes > 1 else token_path
+        self._logs_dir, self._num_nodes, self._token_path = logs_dir, num_nodes, token_path
         self.temp_dir = choose_temp_dir(temp_dir)
         self._launcher: ChildProcess | None = None
         self._undo = ExitStack()
-
-    @property
-    def mark_path(self) -> Path:
-        """A file on this machine's disk: a role that sees it shares that disk."""
-        return self._logs_dir / "ray.log"
-
-    @property
-    def weights_dir(self) -> Path:
-        """A directory in shared memory, which ends with Ray."""
-        return shared_dir_of(self.temp_dir)
 
     async def start(self) -> str:
         """Start the head, connect this process to it, and return its address.
@@ -99,7 +90,7 @@ class RayHead:
     async def await_nodes(self, limit_s: float = JOIN_LIMIT_S) -> list[dict[str, Any]]:
         """Wait until all nodes have joined; return them as Ray shows them, the head first.
 
-        Raises: CheckRefused naming those that did not; EngineError if the head ends meanwhile.
+        Raises: CheckRefused naming those that did not; EngineLost if the head ends meanwhile.
         """
         import ray
 
@@ -110,8 +101,8 @@ class RayHead:
             missing = [name for name in map(str, range(self._num_nodes)) if name not in joined]
             if not missing:
                 return [joined[str(index)] for index in range(self._num_nodes)]
-            if death := self.find_death():
-                raise EngineError(death)
+            if self._launcher is None or self._launcher.poll() is not None:
+                raise await self.ended()
             if time.monotonic() > deadline:
                 raise CheckRefused(
                     f"node {', '.join(missing)} did not join the Ray cluster within {limit_s:.0f} s",
@@ -120,11 +111,13 @@ class RayHead:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def find_death(self) -> str | None:
-        """Return how Ray ended on this machine, None while it runs."""
-        if self._launcher is None or self._launcher.poll() is None:
-            return None
-        return f"Ray ended on the head:\n{self._launcher.tail()}"
+    async def ended(self) -> EngineLost:
+        """Wait until Ray has ended on this machine, and say how."""
+        launcher = self._launcher
+        while True:
+            if launcher is None or launcher.poll() is not None:
+                return lost(f"Ray ended on the head:\n{launcher.tail() if launcher else ''}")
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def stop(self) -> None:
         """Disconnect and end every process of Ray on this machine. May be called at any time, and twice."""
@@ -132,8 +125,10 @@ class RayHead:
         self._launcher = None
 
     def _launch(self) -> ChildProcess:
-        token_path = self._own_token_path or Path(os.environ[RAY_TOKEN_PATH])
-        if self._own_token_path is not None:
+        token_path = self._token_path
+        if self._num_nodes > 1 and RAY_TOKEN_PATH in os.environ:
+            token_path = Path(os.environ[RAY_TOKEN_PATH])
+        else:
             try:
                 # A killed start may have left one.
                 token_path.unlink(missing_ok=True)
@@ -142,13 +137,12 @@ class RayHead:
                 raise explain_write_failure(error, token_path) from error
             self._undo.callback(token_path.unlink, missing_ok=True)
         told = {NODE_VARIABLE: "0", NUM_NODES_VARIABLE: str(self._num_nodes)}
-        host = find_host({**os.environ, **told})
+        host = find_host_address(self._num_nodes, os.environ.get("GLOO_SOCKET_IFNAME"))
         # This process and its children become clients; set before Ray is imported, which reads these once.
-        switches = ray_environment({RAY_TOKEN_PATH: str(token_path)}, host)
-        self._undo.enter_context(set_variables(switches))
+        self._undo.enter_context(set_variables(ray_environment({RAY_TOKEN_PATH: str(token_path)}, host)))
         words = [sys.executable, "-P", "-m", RAY_NODE_MODULE, str(self._logs_dir)]
         words += [f"--temp-dir={self.temp_dir}"]
-        self._launcher = launcher = spawn(words, self.mark_path, {**os.environ, **told})
+        self._launcher = launcher = spawn(words, self._logs_dir / "ray.log", {**os.environ, **told})
         # A launcher that was killed leaves its directories.
         for folder in (self.temp_dir.parent, SHARED_MEMORY):
             self._undo.callback(remove_dead, folder)
@@ -156,79 +150,42 @@ class RayHead:
         return launcher
 
 
-class AttachedCluster:
-    """A cluster that is already running (`ray.address`), with this process connected to it.
+async def attach(address: str, num_nodes: int) -> list[dict[str, Any]]:
+    """Connect this process to a cluster that is already running (`ray.address`); return the run's nodes.
 
-    The run leaves it unchanged. Its scheduler knows its GPUs, so the run requests them from it, role by role.
-    Its processes have other environments than the run: roles get the variables that the run needs.
+    As Ray shows them: this machine's first, then those with the most GPUs. The cluster's scheduler knows its
+    GPUs, so the run requests them from it, role by role.
+    Raises: CheckRefused if no cluster answers there, it has other software or fewer nodes than the job, or
+        this machine is none of its nodes.
     """
+    import ray
 
-    def __init__(self, address: str, work_dir: Path, num_nodes: int) -> None:
-        """`work_dir`: for a mark file; a role that sees it shares the run's disk."""
-        self._address = address
-        self._num_nodes = num_nodes
-        self._is_connected = False
-        self.mark_path = work_dir / "attached"
-
-    async def start(self) -> str:
-        """Connect this process; return the address.
-
-        Raises: CheckRefused if no cluster answers there, it has other software, or this machine is none of
-            its nodes; StoreError if `work_dir` cannot be written.
-        """
-        host, colon, port = self._address.rpartition(":")
-        try:
-            if colon and port.isdecimal():
-                # Ray itself would retry for minutes.
-                knock = asyncio.open_connection(host.strip("[]"), int(port))
-                (await asyncio.wait_for(knock, _KNOCK_LIMIT_S))[1].close()
-            paths = os.pathsep.join(path for path in sys.path if path)
-            carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
-            # A unique name, so that actors of two runs on one cluster do not collide.
-            namespace = f"strop-{uuid.uuid4().hex[:12]}"
-            address = await connect_to(self._address, namespace, {"PYTHONPATH": paths, **carried})
-        except (OSError, *CONNECT_ERRORS) as error:
-            raise CheckRefused(
-                f"ray.address={self._address}: nothing answers there ({' '.join(repr(error).split())[:400]})",
-                allowed="the address of a cluster with this Ray and Python, or 'auto' on a node of it",
-                next_step="look at `ray status` there, or leave ray.address out: the run starts its own",
-            ) from error
-        self._is_connected = True
-        self.mark_path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomically(self.mark_path, self._address.encode())
-        return address
-
-    async def await_nodes(self) -> list[dict[str, Any]]:
-        """Return the nodes of the run as Ray shows them: this machine's first, then those with the most GPUs.
-
-        Raises: CheckRefused if the cluster has fewer nodes than the job needs; it will not grow.
-        """
-        import ray
-
-        own_id = ray.get_runtime_context().get_node_id()
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        nodes.sort(key=lambda node: (node["NodeID"] != own_id, -node["Resources"].get("GPU", 0.0)))
-        if len(nodes) < self._num_nodes:
-            raise CheckRefused(
-                f"the Ray cluster at {self._address} has {len(nodes)} nodes, and job.nodes is"
-                f" {self._num_nodes}",
-                allowed="as many nodes as the cluster has, or fewer",
-                next_step="lower job.nodes",
-            )
-        return nodes[: self._num_nodes]
-
-    def find_death(self) -> str | None:
-        """Return None: the cluster outlives the run."""
-        return None
-
-    async def stop(self) -> None:
-        """Disconnect; the cluster keeps running. May be called at any time, and twice."""
-        if self._is_connected:
-            import ray
-
-            self._is_connected = False
-            await asyncio.to_thread(ray.shutdown)
-        self.mark_path.unlink(missing_ok=True)
+    host, colon, port = address.rpartition(":")
+    try:
+        if colon and port.isdecimal():
+            # Ray itself would retry for minutes.
+            knock = asyncio.open_connection(host.strip("[]"), int(port))
+            (await asyncio.wait_for(knock, _KNOCK_LIMIT_S))[1].close()
+        paths = os.pathsep.join(path for path in sys.path if path)
+        carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
+        # A unique name, so that actors of two runs on one cluster do not collide.
+        await connect_to(address, f"strop-{uuid.uuid4().hex[:12]}", {"PYTHONPATH": paths, **carried})
+    except (OSError, *CONNECT_ERRORS) as error:
+        raise CheckRefused(
+            f"ray.address={address}: nothing answers there ({' '.join(repr(error).split())[:400]})",
+            allowed="the address of a cluster with this Ray and Python, or 'auto' on a node of it",
+            next_step="look at `ray status` there, or leave ray.address out: the run starts its own",
+        ) from error
+    own_id = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes.sort(key=lambda node: (node["NodeID"] != own_id, -node["Resources"].get("GPU", 0.0)))
+    if len(nodes) < num_nodes:
+        raise CheckRefused(
+            f"the Ray cluster at {address} has {len(nodes)} nodes, and job.nodes is {num_nodes}",
+            allowed="as many nodes as the cluster has, or fewer",
+            next_step="lower job.nodes",
+        )
+    return nodes[:num_nodes]
 
 
 async def connect_to(address: str, namespace: str, variables: dict[str, str] | None = None) -> str:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from strop.environments import RolloutPlan
     from strop.tasks import Task
 
-CALL_LIMIT_S = 3600.0
-"""Limit of one group."""
 MAX_SPANS = 16
 """Spans of one group's calls of its engine, or its judge; more are joined."""
 
@@ -35,7 +33,6 @@ class RolloutWorker(AsyncRole):
     """Attempts groups, many at once."""
 
     computes = False
-    _keys_dir: Path | None = None
 
     async def load(
         self,
@@ -55,11 +52,13 @@ class RolloutWorker(AsyncRole):
         from strop.tokenizer import Tokenizer
 
         if endpoints:
-            self._keys_dir = work_dir
+            self.undo.callback(shutil.rmtree, work_dir, ignore_errors=True)
             hand_over(work_dir, endpoints)
         self._task = make_task()
         self._judge = Judge(self._task, make_task)
         self._engine = ActorEngine(engine, is_streamed=is_streamed)
+        self.undo.push_async_callback(self._engine.close)
+        self.undo.push_async_callback(self._judge.close)
         self._tokenizer = Tokenizer.load(self._source.path)
 
     async def run_group(self, plans: Sequence[RolloutPlan]) -> bytes:
@@ -80,25 +79,12 @@ class RolloutWorker(AsyncRole):
         ]
         return pickle.dumps((group, *spans))
 
-    async def end(self) -> None:
-        """Close judge and client, and remove the keys of the run's servers."""
-        if self._keys_dir is not None:
-            shutil.rmtree(self._keys_dir, ignore_errors=True)
-        if hasattr(self, "_judge"):
-            await self._judge.close()
-            await self._engine.close()
-
 
 class RolloutWorkers:
     """Sends each group to the worker with the fewest, of those whose engine serves."""
 
     def __init__(
-        self,
-        actors: Sequence[Any],
-        watch: DeathWatch,
-        *,
-        engines: Sequence[str],
-        serves: Callable[[str], bool],
+        self, actors: Sequence[Any], engines: Sequence[str], serves: Callable[[str], bool], watch: DeathWatch
     ) -> None:
         """`actors` are of `RolloutWorker` and have loaded.
 
@@ -132,7 +118,7 @@ class RolloutWorkers:
                 begun_at = time.perf_counter()
                 call = self._actors[chosen].run_group.remote(list(plans))
                 # From our own worker, over a connection that carries the run's token.
-                answer = pickle.loads(await self._watch.guard(call, CALL_LIMIT_S))
+                answer = pickle.loads(await self._watch.guard(call))
             finally:
                 self._num_running[chosen] -= 1
             group: Group = answer[0]

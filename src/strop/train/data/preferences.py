@@ -7,12 +7,12 @@ log-probabilities are computed once, before the first step, and kept in the run'
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from strop.cluster import Scorer
 from strop.errors import CorruptRecord
 from strop.io.atomic import write_bytes_atomically
 from strop.policy.packing import PackedGroup, with_logprobs
@@ -71,21 +71,24 @@ def pack_pair(pair: tuple[Rollout, Rollout]) -> PackedGroup:
 
 
 async def with_reference(
-    pairs: Preferences, scorer: Scorer | None, path: Path, temperature: float
+    pairs: Preferences,
+    score: Callable[..., Awaitable[list[FloatArray]]] | None,
+    path: Path,
+    temperature: float,
 ) -> Preferences:
     """Attach the reference's log-probabilities: read from `path`, else computed and written there.
 
-    `scorer` is None where the reference's weights are gone, as in a run that has already trained.
+    `score` is None where the reference's weights are gone, as in a run that has already trained.
 
-    Raises: CorruptRecord if the file is damaged, of other pairs, or missing without a scorer.
+    Raises: CorruptRecord if the file is damaged, of other pairs, or missing and cannot be computed.
     """
     from safetensors.numpy import save
 
     scores = _read_scores(path, pairs)
     if scores is None:
-        if scorer is None:
+        if score is None:
             raise _unusable(path, "it is missing, and the weights that it was computed with are gone")
-        scores = await scorer.score(pairs.members, temperature)
+        scores = await score(pairs.members, temperature)
         joined = np.concatenate([np.asarray(score, dtype=np.float32) for score in scores])
         write_bytes_atomically(path, save({_STREAM: joined}, metadata={"pairs": pairs.digest}))
     return replace(pairs, members=with_logprobs(pairs.members, "reference", scores))
