@@ -195,8 +195,8 @@ class RemoteUnreachable(StoreError):
     """Raised when a store failed at every attempt; the same command later goes on where it stopped."""
 
 
-class MirrorFenced(StoreError):
-    """Raised when a newer attempt of the run has claimed its mirror; this one must stop sending."""
+class MirrorFenced(CheckRefused):
+    """Raised when a newer attempt of the run has claimed its mirror; this one sends no more, and ends."""
 
 
 class RunStopped(StropError, RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from strop.cli.runs import MOST_ROWS
 from strop.evaluate import result_name, write_result
 from strop.record.rollouts import write_rollouts
+from strop.store.opening import open_objects
 from tests.conftest import require_system_part
 from tests.fixtures.commands import Run
 from tests.fixtures.records import RecordSize, make_eval_result, make_record
@@ -125,11 +127,13 @@ def test_the_examples_of_the_page_run(place: Path, run: Run, section: str, num_e
         assert len(ended.out.splitlines()) >= (1 if words[0] == "report" else 4), command
 
 
-def test_a_report_of_a_mirror_is_written_here(place: Path, run: Run) -> None:
-    (place / "slow").rename(place / "traces")
-    (place.parent / "slow").mkdir()
-    (place / "traces").rename(place.parent / "slow" / "traces")
-    ended = run("report", "slow/")
+def test_a_report_of_a_mirror_is_written_here(place: Path, run: Run, s3_root: str) -> None:
+    for path in sorted((place / "slow").rglob("*")):
+        if path.is_file():
+            name = path.relative_to(place).as_posix()
+            open_objects(s3_root).write(f"{s3_root}/{name}", path.read_bytes())
+    shutil.rmtree(place / "slow")
+    ended = run("report", f"{s3_root}/slow")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == "slow-report.html\n"
     assert "before" in Path("slow-report.html").read_text(encoding="utf-8")

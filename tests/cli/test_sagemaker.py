@@ -251,7 +251,7 @@ def test_a_job_runs_here_as_the_platform_would_run_it(
         *("eval.num_samples=none", "placement.threads=1", f"store.uri={s3_root}"),
     )
     assert submit("site.local=true", "site.image=processes", *settings) == 0
-    assert any("_step1/COMPLETE" in stored.uri for stored in S3Objects().list(s3_root))
+    assert any("checkpoints/step-000001/COMPLETE" in stored.uri for stored in S3Objects().list(s3_root))
     said = capsys.readouterr().err
     assert "local: plain processes on this machine, no container" in said
     assert "train| ended: done" in said

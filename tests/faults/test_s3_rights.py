@@ -27,7 +27,7 @@ from tests.launch.sagemaker.test_emulator import HOST, wait_for_nobody, wait_for
 from tests.store.test_models import weights
 
 LIMIT_S = 900.0
-"""For a training and its mirror: an uploader of the lowest priority has waited minutes for its turn."""
+"""For a training and its mirror."""
 TRAIN = RolePlan(
     name="train", argv=("python3", "-m", "strop.cli", "train", "{run}/job/spec.toml", "output.dir={run}")
 )
@@ -204,8 +204,9 @@ def test_lau_2_a_training_with_exactly_the_printed_rights_goes_on_after_a_kill_a
         assert "no state is there" not in second.log_of(HOST) + third.log_of(HOST)
     names = {stored.uri[len(root) + 1 :] for stored in objects.list(root)}
     # One checkpoint is kept: earlier ones were removed.
-    complete = [name for name in names if name.startswith("small-try_step") and name.endswith("/COMPLETE")]
-    assert complete == [f"small-try_step{NUM_STEPS}/COMPLETE"], names
-    verdict = objects.read(f"{root}/traces/attempts/{request['TrainingJobName']}-2/verdict.json")
+    complete = [name for name in names if name.startswith("checkpoints/") and name.endswith("/COMPLETE")]
+    assert len(complete) == 1
+    assert complete[0].startswith(f"checkpoints/step-{NUM_STEPS:06d}"), names
+    verdict = objects.read(f"{root}/attempts/{request['TrainingJobName']}-2/verdict.json")
     assert json.loads(verdict)["exit_code"] == 0
-    assert "upload_failed" not in objects.read(f"{root}/traces/events.jsonl").decode()
+    assert "upload_failed" not in objects.read(f"{root}/events.jsonl").decode()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,20 +28,21 @@ from strop.algorithm import build_algorithm
 from strop.cluster import Roles
 from strop.cluster.local import LocalLearner, build_learner
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.errors import CheckRefused
+from strop.errors import CheckRefused, RemoteUnreachable
 from strop.io import verify_directory
-from strop.record import EventKind, RunDir
-from strop.record.mirror.restore import restore_run
+from strop.record import RunDir
+from strop.record.mirror import restore_run
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Group
 from strop.run.mirroring import continue_from
 from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.store import ModelHandle
+from strop.store.record_store import Objects
 from strop.train.batch import build_batch
 from strop.train.recording import load_checkpoint
 from tests.fixtures.attempts import LIMIT_S, Bench, describe_run
-from tests.fixtures.mirrored import Clock, PlayedRun, list_files
+from tests.fixtures.mirrored import PlayedRun, WatchedObjects
 from tests.fixtures.silent_observer import SilentObserver
 from tests.fixtures.tiny_run import (
     NUM_GATE_REQUESTS,
@@ -59,7 +60,7 @@ NUM_KILLS = 6
 MAX_ROUNDS = 6
 # In the order in which a run comes by. The end of a line is the moment before it happens.
 DEATHS = (
-    r"os\.rename .*/runs/[^/]*\.partial-[^/]*$",  # the run directory is whole and has no name yet
+    r"os\.rename .*/run\.json\.partial-",  # all is there that makes a directory a run, but for this
     r"os\.mkdir .*/attempts/1$",
     r"open .*/eval/arithmetic-step-000000\.json",
     r"os\.rename .*/rollouts/step-000001\.parquet",
@@ -339,7 +340,7 @@ DEATHS_BEFORE_A_LOSS = (
     r"open .*/rollouts/step-000004\.parquet",
     r"os\.rename .*/checkpoints/step-000004\.partial-[^/]*/COMPLETE",
     r"os\.rename .*/eval/arithmetic-step-000005\.json",
-    r"open .*/\.mirror/flush",  # all is trained, and nothing was waited for
+    r"os\.remove .*/\.reserve",  # all is trained, and nothing was waited for
 )
 
 
@@ -377,22 +378,27 @@ def test_ckp_6_the_disk_is_lost_again_and_again_and_the_curve_stays_the_same(
     resolved = load_spec(bench.run_file, [f"output.root={bench.runs_path}"])
     assert continue_from(str(mirror), resolved).run_path == bench.runs_path / mirror.name
     assert bench.finish() == undisturbed
-    verify_directory(mirror / "remote_final")
+    verify_directory(mirror / "final")
 
 
 def test_prc_8_a_mirror_that_is_behind_holds_one_checkpoint_at_most(tmp_path: Path) -> None:
     """Incident: the disk filled up with what waited to be sent."""
-    played, root = PlayedRun.create(tmp_path / "runs"), tmp_path / "store"
-    root.write_text("a store that fails")
-    uploader = played.uploader(str(root), clock=(clock := Clock()))
-    for step in range(2, 41, 2):
-        played.train(step - 1, step)
+    played, num_kept = PlayedRun.create(tmp_path / "runs"), list[int]()
+
+    def train_on(method: str, uri: str) -> None:
+        """Train four steps and prune whenever a checkpoint is about to be sent, which then fails."""
+        if method == "upload" and "/checkpoints/step-" in uri:
+            step = played.run.checkpoint_steps()[-1]
+            played.train(*range(step + 1, step + 5))
+            played.run.keep_checkpoints(2)
+            num_kept.append(len(played.run.checkpoint_steps()))
+            raise RemoteUnreachable("no answer")
+
+    mirror = played.train(1, 2, 3, 4).mirror(str(tmp_path / "store"), cast(Objects, WatchedObjects(train_on)))
+    for _ in range(10):
+        with pytest.raises(RemoteUnreachable):
+            mirror.look()
         played.run.keep_checkpoints(2)
-        uploader.look(is_flush=False)
-        clock.sleep(100.0)
-    held = [name for name in list_files(played.run.path / ".mirror") if name.endswith("model.safetensors")]
-    assert len(held) <= 1
-    # 20 failures in a row, of which the 1st, 2nd, 4th, 8th and 16th are told.
-    assert len(played.notes()) == 5
-    events = played.run.events.read()
-    assert all(event.kind is EventKind.CHECKPOINT for event in events)
+        assert len(played.run.checkpoint_steps()) == 2
+    assert len(num_kept) >= 10
+    assert set(num_kept) == {3}

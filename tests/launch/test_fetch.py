@@ -291,12 +291,12 @@ def test_a_mirror_in_a_store_is_followed_without_reading_what_is_here(s3_root: s
     root = f"{s3_root}/checkpoints/run"
     store, objects = open_store(root), S3Objects()
     checkpoint(tmp_path / "r", 10)
-    objects.write(f"{root}/traces/metrics.jsonl", b'{"step": 1}\n')
-    objects.write(f"{root}/traces/rollouts/step-000001.parquet", b"rows")
+    objects.write(f"{root}/metrics.jsonl", b'{"step": 1}\n')
+    objects.write(f"{root}/rollouts/step-000001.parquet", b"rows")
 
     def save() -> None:
-        store.put(tmp_path / "r" / "checkpoints" / "step-000010", f"{root}/run_step10")
-        objects.write(f"{root}/traces/metrics.jsonl", b'{"step": 1}\n{"step": 2}\n')
+        store.put(tmp_path / "r" / "checkpoints" / "step-000010", f"{root}/checkpoints/step-000010")
+        objects.write(f"{root}/metrics.jsonl", b'{"step": 1}\n{"step": 2}\n')
 
     home, living, read = tmp_path / "home", LivingRun(lambda: None, save), list[str]()
 
@@ -306,7 +306,7 @@ def test_a_mirror_in_a_store_is_followed_without_reading_what_is_here(s3_root: s
             return super().read(uri)
 
     fetched = follow_run(
-        StoreRecord(Counted(), root, run="run"),
+        StoreRecord(Counted(), root),
         home,
         Part.ALL,
         is_over=living.is_over,

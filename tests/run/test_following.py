@@ -204,8 +204,8 @@ def test_a_result_is_in_the_mirror_although_the_trainer_has_gone(
     said, error = follow(run_path, write_eval_file(tmp_path))
     assert error is None
     assert said[-1].startswith("step 20: greedy accuracy of ")
-    (mirrored,) = store.rglob("traces/eval/*.json")
-    assert mirrored.parts[-4:] == (run_path.name, "traces", "eval", result_path.name)
+    (mirrored,) = store.rglob("eval/*.json")
+    assert mirrored.parts[-3:] == (run_path.name, "eval", result_path.name)
     assert mirrored.read_bytes() == result_path.read_bytes()
     # What has a result is not evaluated once more.
     assert follow(run_path, write_eval_file(tmp_path)) == (said[:1], None)

@@ -9,36 +9,39 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteUnreachable, StoreError
-from strop.hardware import terminate
+from strop.errors import (
+    EXIT_REFUSED,
+    CheckRefused,
+    ConfigError,
+    Interrupted,
+    MirrorFenced,
+    RemoteUnreachable,
+    StoreError,
+)
 from strop.io import remove_directory, verify_directory
 from strop.record import EventKind, RunDir, list_runs
 from strop.record.fence import GRACE_VARIABLE
-from strop.record.mirror.claim import RunIdentity, claim_mirror
-from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, notes_path
-from strop.record.mirror.restore import find_remote_run
-from strop.record.mirror.uploader import EXIT_FENCED
+from strop.record.mirror import Mirror, claim_mirror, find_remote_run
 from strop.run.held_out import TrainOutcome
-from strop.run.mirroring import Mirroring, continue_from, limit_after_signal, probe_store, start_uploader
+from strop.run.mirroring import Mirroring, continue_from, limit_after_signal, probe_store
 from strop.run.training import train_here
 from strop.spec import StoreSpec, load_spec
 from strop.store import get_model
 from strop.store.opening import open_store
 from strop.store.policy import find_mirror_root, follow_store
 from strop.store.record_store import Objects, RecordStore
-from tests.fixtures.attempts import LIMIT_S, Bench, describe_run, start_command, wait_for_end, wait_until
+from tests.fixtures.attempts import LIMIT_S, Bench, describe_run, start_command, wait_for_end
 from tests.fixtures.object_store import Exchange, SpoilingProxy
 from tests.fixtures.tiny_run import Curve, Notes, read_curve
 from tests.fixtures.train_here import Moment
 
 NUM_STEPS = 6
-MIRROR_ALARMS = {"upload_failed", "upload_incomplete", "uploader_died", "mirror_fenced"}
+MIRROR_ALARMS = {"upload_failed", "upload_incomplete", "mirror_fenced"}
 
 
 def short_run(model_dir: Path) -> str:
@@ -55,6 +58,8 @@ class Here:
         self.run_file.write_text(short_run(model_dir))
         self.store_uri = store_uri
         self.notes = Notes()
+        self.mirrors: list[Mirror] = []
+        """Of its runs, in the order in which they began."""
 
     def overrides(self, *more: str) -> list[str]:
         return [f"output.root={self.runs_path}", f"store.uri={self.store_uri}", "store.mirror=true", *more]
@@ -70,8 +75,21 @@ class Here:
 
 
 @pytest.fixture
-def here(tmp_path: Path, own_cache: Path, paid_letters: None, tiny_model_dir: Path) -> Here:
-    return Here(tmp_path / "here", tiny_model_dir, str(tmp_path / "store"))
+def here(
+    tmp_path: Path,
+    own_cache: Path,
+    paid_letters: None,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Here:
+    made = Here(tmp_path / "here", tiny_model_dir, str(tmp_path / "store"))
+
+    def note_mirror(*arguments: Any, **more: Any) -> Mirror:
+        made.mirrors.append(Mirror(*arguments, **more))
+        return made.mirrors[-1]
+
+    monkeypatch.setattr("strop.run.mirroring.Mirror", note_mirror)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -85,66 +103,35 @@ def list_files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_uploader_leaves_the_processors_to_the_trainer(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "runs", "here", "", "", {})
-    run.begin_attempt()
-    uri = mirror_uri(str(tmp_path / "store"), run.path.name)
-    order = MirrorOrder(run_path=str(run.path), uri=uri, owner="here", attempt=1)
-    uploader = start_uploader(order, tmp_path / "mirror.log")
-    try:
-        assert os.getpriority(os.PRIO_PROCESS, uploader.pid) == 19
-        # Where Linux shares processors among sessions first, a process's own niceness counts for nothing.
-        autogroup = Path(f"/proc/{uploader.pid}/autogroup")
-        session = autogroup.read_text().split() if autogroup.exists() else []
-        assert session[-1:] in ([], ["19"])
-        assert os.sched_getscheduler(uploader.pid) == os.SCHED_BATCH
-    finally:
-        terminate(uploader, 0.0)
-        run.release()
-
-
 @pytest.fixture
 def mirroring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirroring]:
-    """A run whose first attempt was killed when it had asked for the rest to be sent."""
+    """A run of one attempt, and what watches its mirror."""
     monkeypatch.setattr("strop.run.mirroring.FLUSH_LIMIT_S", 20.0)
-    monkeypatch.setattr("strop.run.mirroring.MirrorOrder", partial(MirrorOrder, every_s=0.1))
+    monkeypatch.setattr("strop.record.mirror.EVERY_S", 0.05)
     run = RunDir.create(tmp_path / "runs", "here", "", "", {})
-    flush_path(run.path).parent.mkdir()
-    flush_path(run.path).touch()
-    notes_path(run.path).write_text('{"cause": "upload_failed", "detail": "before", "is_alarm": true}\n')
     run.begin_attempt()
     spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True)
     with run, follow_store(spec), Mirroring(find_mirror_root(spec), spec, run, Notes()) as made:
         yield made
 
 
-def test_a_second_attempt_asks_for_no_end_and_repeats_no_old_word(mirroring: Mirroring) -> None:
-    run = mirroring._run_dir
-    mirroring.begin()
-    assert not flush_path(run.path).exists()
-    mirroring.poll()
-    assert [event.cause for event in run.events.read()] == ["mirror"]
-
-
 @pytest.mark.parametrize("is_claimed", [True, False], ids=["claimed by another", "claimed by nobody"])
-def test_an_uploader_that_lost_its_claim_is_not_started_again(
-    mirroring: Mirroring, monkeypatch: pytest.MonkeyPatch, is_claimed: bool
-) -> None:
-    """The trainer claims once, when it begins: its uploader takes nothing back."""
-    monkeypatch.setattr("strop.run.mirroring.RESPAWN_AFTER_S", 0.0)
+def test_an_attempt_that_lost_its_claim_ends(mirroring: Mirroring, is_claimed: bool) -> None:
+    """Of two attempts on one prefix the older one ends with its own failure."""
     run, uri = mirroring._run_dir, mirroring.uri
     assert uri is not None
     mirroring.begin()
-    first = mirroring._child
-    assert first is not None
+    mirroring.on_step({"step": 1})
+    mirror = mirroring._mirror
+    assert mirror is not None
     if is_claimed:
-        claim_mirror(open_store(uri), uri, RunIdentity.of(run.state), owner="newer", attempt=2)
+        claim_mirror(open_store(uri), uri, run.state, "newer")
     else:
         Path(uri, "latest.json").unlink()
-    assert first.wait(60.0) == EXIT_FENCED
-    for _ in range(3):
-        mirroring.poll()
-    assert mirroring._child is first
+    mirror.thread.join(60.0)
+    with pytest.raises(MirrorFenced) as caught:
+        mirroring.on_step({"step": 2})
+    assert caught.value.exit_code == EXIT_REFUSED
     assert [event.cause for event in run.events.read()] == ["mirror", "mirror_fenced"]
 
 
@@ -152,6 +139,8 @@ def test_after_a_signal_the_rest_is_not_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strop.run.mirroring.STOP_FLUSH_LIMIT_S", 0.01)
+    may_go_on = threading.Event()
+    monkeypatch.setattr(Mirror, "look", lambda mirror, is_last: may_go_on.wait(60.0))
     run = RunDir.create(tmp_path / "runs", "here", "", "", {})
     run.begin_attempt()
     spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True)
@@ -160,19 +149,20 @@ def test_after_a_signal_the_rest_is_not_waited_for_long(
         made.begin()
         made.__exit__(Interrupted, Interrupted("a signal"), None)
         assert [event.cause for event in run.events.read()] == ["mirror", "upload_incomplete"]
+    may_go_on.set()
 
 
 def test_a_finished_run_is_whole_in_its_store(here: Here, whole: Curve) -> None:
     run = here.train(trained=lambda outcome: void((outcome.run_path / "report.html").write_text("report")))
     mirror = Path(here.store_uri) / "checkpoints" / run.path.name
     # store.keep_last is 2; of the checkpoints after steps 2 and 4, those that were sent in time.
-    folders = {path.name for path in mirror.iterdir() if path.is_dir()}
-    assert folders >= {"here_step6", "here_final", "traces"}
-    assert len(folders) <= 4
-    for name in folders - {"traces"}:
-        verify_directory(mirror / name)
+    checkpoints = list((mirror / "checkpoints").iterdir())
+    assert "step-000006" in {path.name for path in checkpoints}
+    assert len(checkpoints) <= 2
+    for path in (*checkpoints, mirror / "final"):
+        verify_directory(path)
     latest = json.loads((mirror / "latest.json").read_text())
-    assert (latest["step"], latest["uri"]) == (6, str(mirror / "here_step6"))
+    assert latest["checkpoint"] == "checkpoints/step-000006"
     names = {"run.json", "spec.toml", "env.txt", "metrics.jsonl", "events.jsonl", "report.html"}
     names |= {f"rollouts/step-00000{step}.parquet" for step in range(1, 7)}
     names |= {f"eval/arithmetic-step-00000{step}.json" for step in (0, 3, 6)}
@@ -180,13 +170,14 @@ def test_a_finished_run_is_whole_in_its_store(here: Here, whole: Curve) -> None:
         f"eval/{path.parent.name}/{path.name}" for path in (run.path / "eval").glob("*-step-*/*.parquet")
     }
     assert len([name for name in names if name.endswith("parquet")]) > 6 + 2
-    names |= {"attempts/1/attempt.json", "attempts/1/mirror.log"}
+    names |= {"attempts/1/attempt.json", "latest.json"}
     names |= {"timeline.jsonl", "plan.json", "audit.json", "tokenizer.json"}
-    assert list_files(mirror / "traces") == names
-    for name in names - {"events.jsonl", "attempts/1/mirror.log"}:
-        assert (mirror / "traces" / name).read_bytes() == (run.path / name).read_bytes(), name
+    found = {name for name in list_files(mirror) if not name.startswith(("checkpoints/", "final/", "."))}
+    assert found == names
+    for name in names - {"latest.json"}:
+        assert (mirror / name).read_bytes() == (run.path / name).read_bytes(), name
     # The model loads as it is, without the rest of its run.
-    assert get_model(str(mirror / "here_final")).digest == get_model(str(latest_model(run))).digest
+    assert get_model(str(mirror / "final")).digest == get_model(str(latest_model(run))).digest
     # The mirror costs nothing of what the run computes.
     assert read_curve(run.path) == whole
     assert run.is_finished
@@ -265,7 +256,7 @@ def test_a_run_goes_on_from_its_mirror_on_another_machine(
     assert bench.end(stop) == 75, bench.log_path.read_text()
     (mirror,) = Path(here.store_uri, "checkpoints").iterdir()
     # The signal came in the third step: its checkpoint is written, and sent, before the process ends.
-    assert json.loads((mirror / "latest.json").read_text())["step"] == 3
+    assert json.loads((mirror / "latest.json").read_text())["checkpoint"] == "checkpoints/step-000003"
     shutil.rmtree(bench.folder)
     found = continue_from(str(mirror), load_spec(here.run_file, here.overrides()))
     assert found.run_path == here.runs_path / mirror.name
@@ -275,9 +266,9 @@ def test_a_run_goes_on_from_its_mirror_on_another_machine(
     assert read_curve(found.run_path) == whole
     # It is mirrored to where it came from, as the second attempt.
     latest = json.loads((mirror / "latest.json").read_text())
-    assert (latest["step"], latest["attempt"], latest["fence"]) == (6, 2, 2)
+    assert (latest["checkpoint"], latest["fence"]) == ("checkpoints/step-000006-2", 2)
     assert len(list(Path(here.store_uri, "checkpoints").iterdir())) == 1
-    verify_directory(mirror / "here_final")
+    verify_directory(mirror / "final")
 
 
 def test_what_cannot_go_on_from_a_mirror_is_refused_before_anything_moves(here: Here, tmp_path: Path) -> None:
@@ -321,7 +312,7 @@ def test_the_command_goes_on_from_a_mirror(here: Here, tmp_path: Path, whole: Cu
     assert f"restored {run.path} from {uri}" in log_path.read_text()
     assert read_curve(run.path) == whole
     # The report is written before the mirror is closed.
-    assert (Path(uri) / "traces" / "report.html").exists()
+    assert (Path(uri) / "report.html").exists()
     # A finished run comes back as one.
     shutil.rmtree(run.path)
     assert wait_for_end(start_command(words, log_path)) == 76
@@ -351,7 +342,7 @@ def test_a_store_that_fails_while_a_run_trains_is_told_and_costs_only_the_mirror
         num_steps_seen += 1
         if num_steps_seen == 1:
             proxy.spoil = lambda exchange: "503"
-            wait_for_note(here, "upload_failed")
+            wait_for_note(here)
 
     here.notes = WatchedNotes(on_step)
     run = here.train()
@@ -359,11 +350,8 @@ def test_a_store_that_fails_while_a_run_trains_is_told_and_costs_only_the_mirror
     alarms = [event for event in run.events.read() if event.kind is EventKind.TRIPWIRE]
     alarms = [event for event in alarms if event.cause in MIRROR_ALARMS]
     assert {event.cause for event in alarms} == {"upload_failed", "upload_incomplete"}
-    assert "training goes on" in alarms[0].detail
-    assert "SlowDown" in alarms[0].detail
     # Shown as well, not only written down.
     assert {"upload_failed", "upload_incomplete"} <= set(here.notes.causes("tripwire"))
-    assert "within 0.5 s of its end; it is whole in" in alarms[-1].detail
 
 
 @pytest.mark.slow
@@ -374,7 +362,7 @@ def test_no_step_waits_for_a_store_that_hangs(
     hangs, may_go_on = threading.Event(), threading.Event()
 
     def spoil(exchange: Exchange) -> str | None:
-        if exchange.method == "PUT" and "here_step2/" in exchange.path:
+        if exchange.method == "PUT" and "step-000002/" in exchange.path:
             hangs.set()
             may_go_on.wait(LIMIT_S)
         return None
@@ -389,11 +377,9 @@ def test_no_step_waits_for_a_store_that_hangs(
     assert hangs.is_set()
     assert read_curve(run.path) == whole
     # Steps 4 to 6 were trained while it hung. Then the newest checkpoint went, and the one between did not.
-    skipped = [event.detail for event in run.events.read() if event.cause == "upload_skipped"]
-    assert skipped == ["checkpoints not sent, as step 6 was newer: 4"]
     remote = find_remote_run(f"{s3_root}/checkpoints/{run.path.name}")
     assert remote is not None
-    assert [name.step for name in remote.records] == [6, 2]
+    assert list(remote.checkpoints.values()) == [6, 2]
 
 
 @pytest.mark.slow
@@ -403,7 +389,7 @@ def test_a_store_that_answers_again_gets_everything(here: Here, proxy: SpoilingP
     def on_step(metrics: Mapping[str, float]) -> None:
         if metrics["step"] == 1:
             proxy.spoil = lambda exchange: "503"
-            wait_for_note(here, "upload_failed")
+            wait_for_note(here)
             proxy.spoil = lambda exchange: None
 
     here.notes = WatchedNotes(on_step)
@@ -417,59 +403,25 @@ def test_a_store_that_answers_again_gets_everything(here: Here, proxy: SpoilingP
 
 
 @pytest.mark.slow
-def test_an_uploader_that_dies_is_started_again(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.run.mirroring.RESPAWN_AFTER_S", 0.0)
-    pids: list[int] = []
-
-    def on_step(metrics: Mapping[str, float]) -> None:
-        if metrics["step"] == 2:
-            (run,) = list_runs(here.runs_path)
-            pids.extend(find_uploaders(run.path))
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-
-    here.notes = WatchedNotes(on_step)
-    run = here.train()
-    assert len(pids) == 1
-    events = [event for event in run.events.read() if event.cause == "uploader_died"]
-    assert [event.kind for event in events] == [EventKind.TRIPWIRE]
-    assert "ended with -9 and is started again" in events[0].detail
-    verify_directory(Path(here.store_uri) / "checkpoints" / run.path.name / "here_final")
-    assert find_uploaders(run.path) == []
-
-
-@pytest.mark.slow
 def test_all_is_killed_and_the_run_goes_on_from_s3(
     here: Here, s3_root: str, tmp_path: Path, whole: Curve, tiny_model_dir: Path
 ) -> None:
-    """A kill -9 of trainer and uploader, once a checkpoint is in the store; the disk is lost."""
+    """A kill -9 of the trainer, once a checkpoint is in the store; the disk is lost."""
     bench = Bench(tmp_path / "first", short_run(tiny_model_dir))
     with bench.run_file.open("a") as file:
         file.write(f'[store]\nuri = "{s3_root}"\n')
-    # The loop is held at the metrics of step 4 until the checkpoint of step 2 has arrived.
-    process = bench.start(Moment(r"open .*/rollouts/step-000004\.parquet", signal.SIGSTOP))
-    bench.wait_until_begun(process)
-    run = bench.only_run()
-    uri = f"{s3_root}/checkpoints/{run.path.name}"
-
-    def is_there() -> bool:
+    # Before its last checkpoint. What had not arrived by then is sent by the next attempt.
+    death = Moment(r"os\.rename .*/checkpoints/step-000006\.partial-[^/]*/COMPLETE")
+    remote, uri = None, ""
+    while remote is None or remote.step is None:
+        assert bench.end(death) == -signal.SIGKILL, bench.log_path.read_text()
+        uri = f"{s3_root}/checkpoints/{bench.only_run().path.name}"
         remote = find_remote_run(uri)
-        return remote is not None and remote.step == 2
-
-    wait_until(is_there, process, bench.log_path)
-    assert process.pid is not None
-    (uploader,) = find_uploaders(run.path)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    deadline = time.monotonic() + LIMIT_S
-    while Path(f"/proc/{uploader}").exists():  # It dies with its trainer, without being told.
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
     shutil.rmtree(bench.folder)
     here.store_uri = s3_root
     found = continue_from(uri, load_spec(here.run_file, here.overrides()))
     train_here(found.resolved, here.notes, on_run=lambda run: None)
-    assert here.notes.starts == [(str(found.run_path), 2, NUM_STEPS)]
+    assert here.notes.starts == [(str(found.run_path), remote.step, NUM_STEPS)]
     assert read_curve(found.run_path) == whole
 
 
@@ -495,23 +447,10 @@ def stop_after(step: int) -> Callable[[Mapping[str, float]], None]:
     return watch
 
 
-def wait_for_note(here: Here, cause: str) -> None:
-    (run,) = list_runs(here.runs_path)
+def wait_for_note(here: Here) -> None:
+    """Wait until the mirror has something to tell; what it is comes with the next step."""
+    mirror = here.mirrors[-1]
     deadline = time.monotonic() + LIMIT_S
-    path = notes_path(run.path)
-    while not (path.exists() and cause in path.read_text()):
+    while mirror.notes.empty():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def find_uploaders(run_path: Path) -> list[int]:
-    """Return the processes that mirror a run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"strop.record.mirror" in words and str(run_path).encode() in words[-2]:
-            found.append(int(path.parent.name))
-    return found

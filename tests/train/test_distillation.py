@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.algorithm import Algorithm
 from strop.errors import ConfigError
-from strop.record.rows import read_row
+from strop.record.rollouts import read_row
 from strop.rollout import Group, Split
 from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.model import TeacherSpec

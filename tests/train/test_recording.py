@@ -22,8 +22,7 @@ from strop.errors import Interrupted
 from strop.hardware.busy_clock import BusyClock
 from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.optimizer import StepPlan, StepReport
-from strop.record.rollouts import StoredRollout
-from strop.record.rows import list_rows, read_row
+from strop.record.rollouts import StoredRollout, list_rows, read_row
 from strop.rollout import Group
 from strop.tasks import Task
 from strop.train import EvalSummary

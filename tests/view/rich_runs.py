@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from strop.record import Event, EventKind, MetricsLog, RunDir
-from strop.record.rollouts import StoredRollout, write_trained
+from strop.record.rollouts import StoredRollout, write_rollouts
 from strop.record.run_dir import TOKENIZER_NAME
 from strop.rollout import (
     FailureOwner,
@@ -67,10 +67,10 @@ def make_runs(root: Path) -> RichRuns:
     last = whole.rollouts_path(LAST)
     last.unlink()
     rollouts = last_rollouts(tokenizer)
-    write_trained(last, rollouts)
+    write_rollouts(last, rollouts)
     discarded = whole.discarded_path(LAST - 1)
     discarded.parent.mkdir()
-    write_trained(discarded, [replace(one, advantages=(), status="filtered") for one in rollouts[:2]])
+    write_rollouts(discarded, [replace(one, advantages=(), status="filtered") for one in rollouts[:2]])
     (whole.path / "notes.md").write_text(f"# Note\n\n{NOTE} {HOSTILE}\n")
     spec = other.spec_path.read_text()
     other.spec_path.write_text(spec + "lr = 2e-5\n")

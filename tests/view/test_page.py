@@ -191,7 +191,7 @@ def test_notes_are_written_where_the_page_may(run: RunDir, s3_root: str) -> None
     assert (answer["notes"], answer["writes_notes"]) == ("remember <b>", True)
     assert put(page, text="x" * (1 << 21)) == 413
     with pytest.raises(StoreError, match="cannot be written from here"):
-        LiveRun(key="far", record=StoreRecord(open_objects(s3_root), s3_root, run="far")).write_notes("x")
+        LiveRun(key="far", record=StoreRecord(open_objects(s3_root), s3_root)).write_notes("x")
 
 
 def test_elsewhere_a_token_lets_in(run: RunDir) -> None:
@@ -283,7 +283,7 @@ def test_a_mirror_in_s3_is_shown(run: RunDir, s3_root: str) -> None:
     for path in sorted(run.path.rglob("*")):
         if path.is_file() and "attempts" not in path.parts and path.name != "lock":
             name = path.relative_to(run.path)
-            objects.write(f"{s3_root}/checkpoints/my-run/traces/{name}", path.read_bytes())
+            objects.write(f"{s3_root}/checkpoints/my-run/{name}", path.read_bytes())
     runs = find_runs(s3_root, no_job)
     page = TestClient(build_app(runs), base_url="http://127.0.0.1:8421")
     assert [one["key"] for one in page.get("/api/runs").json()] == ["my-run"]

@@ -14,8 +14,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from strop.record.rollouts import StoredRollout
-from strop.record.rows import read_row
+from strop.record.rollouts import StoredRollout, read_row
 from strop.view.report import write_comparison, write_report
 from tests.fixtures.browser import find_faults, is_wider_than_screen, open_page
 from tests.fixtures.commands import folder

@@ -287,7 +287,7 @@ def mirror(runs: Path, objects: Objects, root: str) -> None:
         for file in sorted(path.rglob("*")):
             if file.is_file() and "latest" not in file.parts:
                 name = file.relative_to(path).as_posix()
-                objects.write(f"{root}/{path.name}/traces/{name}", file.read_bytes())
+                objects.write(f"{root}/{path.name}/{name}", file.read_bytes())
 
 
 def ask_place(place: str, sql: str) -> list[tuple[Any, ...]]:

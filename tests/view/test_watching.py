@@ -136,16 +136,16 @@ def test_how_a_run_ends_is_read_from_its_record(run_dir: RunDir) -> None:
 
 
 def test_a_mirror_is_watched_until_its_run_is_finished(run_dir: RunDir, tmp_path: Path) -> None:
-    traces = f"{tmp_path}/mirror/demo/traces"
+    place = f"{tmp_path}/mirror/demo"
 
     def upload() -> None:
         for name in ("run.json", "spec.toml", "metrics.jsonl"):
-            LocalObjects().write(f"{traces}/{name}", (run_dir.path / name).read_bytes())
+            LocalObjects().write(f"{place}/{name}", (run_dir.path / name).read_bytes())
 
     with run_dir:
         add_steps(run_dir, 1, 2)
         upload()
-        run = LiveRun(key="demo", record=StoreRecord(LocalObjects(), f"{tmp_path}/mirror/demo", run="demo"))
+        run = LiveRun(key="demo", record=StoreRecord(LocalObjects(), place))
         stream = io.StringIO()
         observer = TerminalObserver(PlainProgress(stream))
         pauses = iter(range(2, 5))

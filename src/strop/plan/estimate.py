@@ -91,7 +91,7 @@ class TimeEstimate:
 def list_disk_parts(spec: RunSpec, size: ModelSize, *, is_mirrored: bool) -> tuple[Part, ...]:
     """Return the disk space of checkpoints: those that are kept, one being written, one being mirrored.
 
-    The mirror keeps a checkpoint by hard links while it is sent, even if the run prunes it.
+    The mirror keeps a checkpoint from being pruned while it is sent.
     """
     each = float(checkpoint_bytes(size, spec.model.dtype, count_trained(size, spec.lora)))
     num_kept = spec.train.keep_checkpoints

@@ -105,13 +105,6 @@ class JsonLines:
         """
         return [content for _, content in self._scan()]
 
-    def read_until(self, step: int) -> bytes:
-        """Return the complete lines of steps up to `step`, as they stand in the file.
-
-        Raises: CorruptRecord if a line before the last is not a JSON object with a step.
-        """
-        return b"".join(line for line, content in self._scan() if content["step"] <= step)
-
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps and a torn end; return how many complete lines were dropped.
 
@@ -155,18 +148,22 @@ class JsonLines:
         data = self.path.read_bytes() if self.path.exists() else b""
         # After the last line end there is nothing, or a line that a kill tore.
         for index, line in enumerate(data.split(b"\n")[:-1]):
-            try:
-                content = json.loads(line)
-                if not isinstance(content["step"], int):
-                    raise TypeError("its step is no integer")
-            except (ValueError, KeyError, TypeError) as error:
-                shown = line[:60].decode(errors="replace").strip()
-                raise CorruptRecord(
-                    f"{self.path}, line {index + 1}, is not a record: {shown!r}",
-                    allowed="one JSON object with an integer step per line",
-                    next_step="mend that line, or restore the file from a copy; the rest of it is intact",
-                ) from error
-            yield line + b"\n", content
+            yield line + b"\n", parse_line(line, f"{self.path}, line {index + 1}")
+
+
+def parse_line(line: bytes, place: str) -> dict[str, Any]:
+    """Parse a line of a log. Raises: CorruptRecord if it is not a JSON object with a step."""
+    try:
+        content = json.loads(line)
+        if isinstance(content, dict) and isinstance(content.get("step"), int):
+            return content
+    except ValueError:
+        pass
+    raise CorruptRecord(
+        f"{place}, is not a record: {line[:60]!r}",
+        allowed="one JSON object with an integer step per line",
+        next_step="mend that line, or restore the file from a copy; the rest of it is intact",
+    )
 
 
 class EventLog(JsonLines):
@@ -269,12 +266,7 @@ class MetricsLog(JsonLines):
         self.append_line(line)
         self._last_step = step
 
-    def read(self) -> list[dict[str, float]]:
-        """Return the lines in order, each with its `step`; a torn last line is left out.
-
-        Raises: CorruptRecord if an earlier line is damaged.
-        """
-        return self.read_lines()
+    read = JsonLines.read_lines
 
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, for a resume at `step`; return how many were dropped."""

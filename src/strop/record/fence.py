@@ -2,20 +2,18 @@
 
 The hole that Ray and the schedulers leave: each knows the nodes of its own cluster and job only. A lost node
 may go on computing after its job was requeued elsewhere, with another Ray cluster on the same shared disk,
-whose locks may not exclude it. So every attempt writes a file with its number, and stops writing when it sees
-a higher one. Each number has a separate file, so that a process that was suspended while it wrote its file
-cannot remove a higher one.
+whose locks may not exclude it. So every attempt makes an empty file that has its number and name, and stops
+writing when it sees a higher one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError
-from strop.io.atomic import make_directory, write_bytes_atomically
+from strop.io.atomic import explain_write_failure, make_directory
 
 ATTEMPT_VARIABLE = "STROP_ATTEMPT"
 """Name of the attempt's folder, set by a launcher."""
@@ -27,7 +25,7 @@ RAY_ADDRESS = "RAY_ADDRESS"
 """Ray's own: host and port of the head of a job's Ray cluster, set by a launcher on every node."""
 RAY_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 """Ray's own: the file with the token that every connection of that cluster carries, likewise."""
-_MARK = re.compile(r"fence-(\d+)\.json")
+_MARK = re.compile(r"fence-(\d+)-([^/]+)")
 
 
 def raise_fence(run_path: Path, number: int, attempt: str) -> None:
@@ -36,10 +34,13 @@ def raise_fence(run_path: Path, number: int, attempt: str) -> None:
     Raises: CheckRefused if a later attempt has begun; StoreError if the disk fails.
     """
     require_unfenced(run_path, number)
-    path = run_path / "attempts" / f"fence-{number}.json"
+    path = run_path / "attempts" / f"fence-{number}-{attempt}"
     make_directory(path.parent)
-    write_bytes_atomically(path, json.dumps({"number": number, "attempt": attempt}).encode())
-    # The write may have taken long: an attempt that began meanwhile must not be disturbed.
+    try:
+        path.touch()
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
+    # The disk may have answered late: an attempt that began meanwhile must not be disturbed.
     require_unfenced(run_path, number)
 
 
@@ -50,7 +51,8 @@ def read_fence(run_path: Path) -> tuple[int, str] | None:
     """
     folder = run_path / "attempts"
     try:
-        names = os.listdir(folder)
+        matches = filter(None, map(_MARK.fullmatch, os.listdir(folder)))
+        return max(((int(match[1]), match[2]) for match in matches), default=None)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -59,14 +61,6 @@ def read_fence(run_path: Path) -> tuple[int, str] | None:
             allowed="a run directory that answers: it says whether a later attempt has begun",
             next_step="check the disk or the file server; the run goes on from its last checkpoint",
         ) from error
-    number = max((int(match[1]) for name in names if (match := _MARK.fullmatch(name))), default=None)
-    if number is None:
-        return None
-    try:
-        return number, str(json.loads((folder / f"fence-{number}.json").read_bytes())["attempt"])
-    except (OSError, ValueError, KeyError, TypeError):
-        # The file's existence fences, whatever its content.
-        return number, "unknown"
 
 
 def require_unfenced(run_path: Path, number: int | None = None) -> None:

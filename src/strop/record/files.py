@@ -7,19 +7,20 @@ of examples in each.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
-from strop.errors import CorruptRecord, RemoteMissing, StoreError
+from strop.errors import RemoteMissing, StoreError
 from strop.io.atomic import MANIFEST_NAME
-from strop.record.mirror.layout import TRACES, RecordName
+from strop.record.events import parse_line
 from strop.store.contract import StoredObject
 from strop.store.uris import join_uri
+
+T = TypeVar("T")
 
 MAX_READ_BYTES = 64 << 20
 """A checkpoint may be larger than this machine's memory."""
@@ -36,10 +37,10 @@ class LogLine:
 
 
 class RecordFiles(Protocol):
-    """A run's directory, on a local disk or mirrored in a store."""
+    """A run's directory, on a local disk or mirrored in a store. Raises: StoreError if a read fails."""
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's bytes, None if there is no file. Raises: StoreError if the read fails."""
+        """Return a file's bytes, None if there is no file."""
 
     def read_from(self, name: str, offset: int) -> bytes:
         """Return the bytes of a file after an offset, or the first of them; empty at its end."""
@@ -78,35 +79,17 @@ class DirectoryRecord:
         self.path = path
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's bytes, None if there is no file. Raises: StoreError if the disk fails."""
-        try:
-            with open(self.path / name, "rb", opener=_open_no_link) as file:
-                return file.read()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise self._failed(name, error) from error
+        """Return a file's bytes, None if there is no file."""
+        return self._ask(name, lambda: self._read(name, 0, -1))
 
     def read_from(self, name: str, offset: int) -> bytes:
-        """Return at most 64 MiB of a file after an offset; empty at its end. Raises: StoreError."""
-        try:
-            with open(self.path / name, "rb", opener=_open_no_link) as file:
-                file.seek(offset)
-                return file.read(MAX_READ_BYTES)
-        except (FileNotFoundError, NotADirectoryError):
-            return b""
-        except OSError as error:
-            raise self._failed(name, error) from error
+        """Return at most 64 MiB of a file after an offset; empty at its end."""
+        return self._ask(name, lambda: self._read(name, offset, MAX_READ_BYTES)) or b""
 
     def version(self, name: str) -> str | None:
-        """Return inode, size and time of a file as a word. Raises: StoreError if the disk fails."""
-        try:
-            stat = (self.path / name).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise self._failed(name, error) from error
-        return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+        """Return inode, size and time of a file as a word."""
+        stat = self._ask(name, (self.path / name).stat)
+        return stat and f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
 
     def list(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder, sorted; links to folders are not followed."""
@@ -119,63 +102,74 @@ class DirectoryRecord:
         """Return a file's path."""
         return str(self.path / name)
 
-    def _failed(self, name: str, error: OSError) -> StoreError:
-        return StoreError(
-            f"{self.path / name} cannot be read ({error.strerror})",
-            allowed="a run directory that answers",
-            next_step="check the disk or the file server, then ask again",
-        )
+    def _read(self, name: str, offset: int, num_bytes: int) -> bytes:
+        with open(self.path / name, "rb", opener=_open_no_link) as file:
+            file.seek(offset)
+            return file.read(num_bytes)
+
+    def _ask(self, name: str, action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(
+                f"{self.path / name} cannot be read ({error.strerror})",
+                allowed="a run directory that answers",
+                next_step="check the disk or the file server, then ask again",
+            ) from error
 
 
 CHECKPOINTS = "checkpoints/"
-_INSIDE = re.compile(rf"{CHECKPOINTS}step-(\d{{6,}})/(.+)")
-
-
-def find_checkpoints(record: RecordFiles) -> list[int]:
-    """Return the steps of complete checkpoints, in order. Raises: StoreError if the record cannot be read."""
-    matches = (_INSIDE.fullmatch(name) for name in record.list(CHECKPOINTS.rstrip("/")))
-    return sorted(int(match[1]) for match in matches if match is not None and match[2] == MANIFEST_NAME)
+_CHECKPOINT = re.compile(rf"{CHECKPOINTS}step-(\d{{6,}})(?:-(\d+))?(/.+)?")
+"""A checkpoint's folder, in a mirror with the number of the attempt that sent it, or a file in it."""
 
 
 def step_of(name: str) -> int | None:
     """Return the step of the checkpoint that a file of a record belongs to."""
-    match = _INSIDE.fullmatch(name)
-    return None if match is None else int(match[1])
+    match = _CHECKPOINT.fullmatch(name)
+    return int(match[1]) if match is not None and match[3] else None
 
 
-_CHECKPOINT = re.compile(rf"{CHECKPOINTS}step-(?P<step>\d+)(?P<rest>/.*)?")
+def find_checkpoints(record: RecordFiles) -> list[int]:
+    """Return the steps of complete checkpoints, in order. Raises: StoreError if the record cannot be read."""
+    names = record.list(CHECKPOINTS.rstrip("/"))
+    folders = rank_folders(names).items()
+    return sorted(step for folder, step in folders if f"{folder}/{MANIFEST_NAME}" in names)
 
 
-class ReadableObjects(Protocol):
-    """The operations of a store's `Objects` that reading a record needs."""
+def rank_folders(names: Collection[str]) -> dict[str, int]:
+    """Return the folders of checkpoints among the names of a record's files with their steps, the best last.
 
-    def find(self, uri: str) -> StoredObject | None:
-        """Return an object's size and version, or None if there is no such object."""
+    Complete ones are better, then those of later steps, then of later attempts.
+    """
+    found: dict[str, tuple[bool, int, int]] = {}
+    for match in filter(None, map(_CHECKPOINT.fullmatch, names)):
+        folder = match[0].removesuffix(match[3] or "")
+        found[folder] = f"{folder}/{MANIFEST_NAME}" in names, int(match[1]), int(match[2] or 0)
+    return {folder: rank[1] for folder, rank in sorted(found.items(), key=lambda item: item[1])}
 
-    def read(self, uri: str) -> bytes:
-        """Return a small object. Raises: RemoteMissing."""
 
-    def list(self, uri: str) -> Iterator[StoredObject]:
-        """Yield all objects below a URI, by name."""
+class _Readable(Protocol):
+    def find(self, uri: str) -> StoredObject | None: ...
+    def read(self, uri: str) -> bytes: ...
+    def list(self, uri: str) -> Iterator[StoredObject]: ...
 
 
 class StoreRecord:
-    """`RecordFiles` of a run that is mirrored to a store. Nothing is cached.
+    """`RecordFiles` of a run that is mirrored to a store: its files have the names that they have on a disk.
 
-        <root>/traces/<name>                          everything but checkpoints
-        <root>/<run>_step<N>[-<fence>]/<name>         checkpoints/step-00000N/<name>
-
-    Of several records of one step, the complete one with the highest fence is shown. A file is read whole, so
-    a checkpoint's largest file has to fit into memory.
+    Nothing is cached. Of several checkpoints of one step, from several attempts, the best is shown. A file is
+    read whole, so a checkpoint's largest file has to fit into memory.
     """
 
-    def __init__(self, objects: ReadableObjects, root: str, *, run: str) -> None:
-        self._objects, self._root, self._run = objects, root.rstrip("/"), run
-        self._folders: dict[int, str] = {}
-        """Step to the name of its record in the last listing."""
+    def __init__(self, objects: _Readable, root: str) -> None:
+        self._objects, self._root = objects, root.rstrip("/")
+        self._folders: dict[str, str] = {}
+        """Folder of a checkpoint, as on a disk, to its name in the last listing."""
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's bytes, None if there is no file. Raises: StoreError if the store fails."""
+        """Return a file's bytes, None if there is no file."""
         try:
             return self._objects.read(self.describe(name))
         except RemoteMissing:
@@ -189,47 +183,37 @@ class StoreRecord:
         return (self.read(name) or b"")[offset:]
 
     def version(self, name: str) -> str | None:
-        """Return the store's version of a file without fetching it. Raises: StoreError as `read`."""
+        """Return the store's version of a file without fetching it."""
         found = self._objects.find(self.describe(name))
         return None if found is None else found.version
 
     def list(self, prefix: str) -> list[str]:
-        """Return the names of the files below a folder, sorted. Raises: StoreError as `read`."""
-        prefix = prefix.rstrip("/")
-        is_checkpoint = f"{prefix}/".startswith(CHECKPOINTS)
-        found: list[str] = []
-        if not is_checkpoint:
-            place = self.describe(prefix)
-            names = (stored.uri[len(place) + 1 :] for stored in self._objects.list(place))
-            found += ["/".join(filter(None, [prefix, name])) for name in names]
-        inner = self._list_checkpoints() if is_checkpoint or not prefix else ()
-        return sorted([*found, *(name for name in inner if not prefix or name.startswith(f"{prefix}/"))])
+        """Return the names of the files below a folder, sorted."""
+        is_checkpoint = prefix.startswith(CHECKPOINTS)
+        place = self.describe(CHECKPOINTS if is_checkpoint else prefix).rstrip("/")
+        names = {stored.uri[len(self._root) + 1 :] for stored in self._objects.list(place)}
+        steps = rank_folders(names)
+        self._folders |= {f"{CHECKPOINTS}step-{step:06d}": folder for folder, step in steps.items()}
+        shown = {folder: name for name, folder in self._folders.items()}
+        found = []
+        for name in names:
+            folder = _folder_of(name)
+            if folder not in steps:
+                found.append(name)
+            elif folder in shown:
+                found.append(shown[folder] + name.removeprefix(folder))
+        return sorted(name for name in found if not is_checkpoint or name.startswith(join_uri(prefix, "")))
 
     def describe(self, name: str) -> str:
         """Return a file's URI."""
-        match = _CHECKPOINT.fullmatch(name)
-        if match is not None:
-            step = int(match["step"])
-            folder = self._folders.get(step, f"{self._run}_step{step}")
-            return f"{self._root}/{folder}{match['rest'] or ''}"
-        return join_uri(self._root, *filter(None, [TRACES, name]))
+        folder = _folder_of(name)
+        name = self._folders.get(folder, folder) + name.removeprefix(folder)
+        return join_uri(self._root, name) if name else self._root
 
-    def _list_checkpoints(self) -> Sequence[str]:
-        files: dict[RecordName, list[str]] = {}
-        for stored in self._objects.list(self._root):
-            folder, _, name = stored.uri[len(self._root) + 1 :].partition("/")
-            record = RecordName.parse(folder, self._run)
-            if record is not None and name:
-                files.setdefault(record, []).append(name)
-        # An incomplete record ranks below any complete one of its step.
-        best = sorted(files, key=lambda record: (MANIFEST_NAME in files[record], record))
-        self._folders = {record.step: record.uri("", self._run).lstrip("/") for record in best}
-        chosen = {record.step: record for record in best}
-        return [
-            f"{CHECKPOINTS}step-{step:06d}/{name}"
-            for step, record in chosen.items()
-            for name in files[record]
-        ]
+
+def _folder_of(name: str) -> str:
+    """Return the first two parts of a name: the folder of a checkpoint, if it is in one."""
+    return "/".join(name.split("/")[:2])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,22 +272,10 @@ class LineFollower:
     def read_records(self) -> tuple[bool, list[dict[str, Any]]]:
         """Return `NewLines.is_restarted`, and the new lines as objects.
 
-        Raises: StoreError if the read fails; CorruptRecord for a line that is no JSON object.
+        Raises: StoreError if the read fails; CorruptRecord for a line that is no record.
         """
-        new, records = self.read_new(), []
-        for line in new.lines:
-            try:
-                content = json.loads(line)
-            except ValueError:
-                content = None
-            if not isinstance(content, dict):
-                raise CorruptRecord(
-                    f"{self._record.describe(self._name)} has a line that is no record: {line[:60]!r}",
-                    allowed="one JSON object per line",
-                    next_step="mend or delete that line; the rest of the file is intact",
-                )
-            records.append(content)
-        return new.is_restarted, records
+        new, place = self.read_new(), f"{self._record.describe(self._name)}, a new line"
+        return new.is_restarted, [parse_line(line, place) for line in new.lines]
 
     def _read_from(self, offset: int) -> bytes:
         parts: list[bytes] = []

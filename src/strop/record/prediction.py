@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -108,40 +108,32 @@ def compare_prediction(prediction: Prediction, metrics: Sequence[Mapping[str, fl
 
     Numbers without a measurement are left out.
     """
-    steps = metrics[NUM_WARM_UP:]
-    stages = dict(prediction.seconds)
+    found: list[Comparison] = []
+
+    def add(
+        name: str,
+        unit: str,
+        planned: float,
+        key: str,
+        scale: float = 1.0,
+        of: Callable[[list[float]], float] = median,
+    ) -> None:
+        if values := [scale * line[key] for line in metrics[NUM_WARM_UP:] if key in line]:
+            found.append(Comparison(name=name, unit=unit, planned=planned, measured=of(values)))
+
+    stages, wait = dict(prediction.seconds), "generate"
     if prediction.is_overlapped:
         hidden_s = stages.pop("verify", 0.0) + stages.get("learn", 0.0) + stages.get("sync", 0.0)
-        stages["generate"] = max(prediction.step_s - hidden_s, 0.0)
-    names = {"generate": "wait for rollouts"} if prediction.is_overlapped else {}
-    wanted = [(f"seconds_{stage}", names.get(stage, stage), "s", value) for stage, value in stages.items()]
-    wanted += [
-        ("seconds_step", "step", "s", prediction.step_s),
-        ("scored_tokens_per_s", "scored tokens", "tokens/s", prediction.scored_tokens_per_s),
-    ]
-    comparisons = []
-    for key, name, unit, planned in wanted:
-        values = [line[key] for line in steps if key in line]
-        if values:
-            comparisons.append(Comparison(name=name, unit=unit, planned=planned, measured=median(values)))
-    if prediction.usd_per_hour is not None:
-        comparisons += [
-            Comparison(
-                name="price of a step",
-                unit="USD",
-                planned=prediction.usd_per_hour * step.planned / 3600.0,
-                measured=prediction.usd_per_hour * step.measured / 3600.0,
-            )
-            for step in comparisons
-            if step.name == "step"
-        ]
-    peaks = [line["peak_memory_bytes"] for line in steps if "peak_memory_bytes" in line]
-    if peaks and prediction.memory_bytes:
-        peak = Comparison(
-            name="memory peak", unit="bytes", planned=prediction.memory_bytes, measured=max(peaks)
-        )
-        comparisons.append(peak)
-    return comparisons
+        stages["generate"], wait = max(prediction.step_s - hidden_s, 0.0), "wait for rollouts"
+    for stage, planned in stages.items():
+        add(wait if stage == "generate" else stage, "s", planned, f"seconds_{stage}")
+    add("step", "s", prediction.step_s, "seconds_step")
+    add("scored tokens", "tokens/s", prediction.scored_tokens_per_s, "scored_tokens_per_s")
+    if (usd := prediction.usd_per_hour) is not None:
+        add("price of a step", "USD", usd * prediction.step_s / 3600.0, "seconds_step", usd / 3600.0)
+    if prediction.memory_bytes:
+        add("memory peak", "bytes", prediction.memory_bytes, "peak_memory_bytes", of=max)
+    return found
 
 
 def scale_to_work(prediction: Prediction, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Rollouts as Parquet, one row each: exact enough to replay, plain enough to query for years.
 
-`write_rollouts` and `read_rollouts` are inverse to each other; `write_trained` adds advantages, status and
-staleness, which `strop.record.rows` reads. The columns `reward`, `reply_text` and `num_sampled_tokens` follow
-from the others; with them a query needs no arithmetic.
+`write_rollouts` and `read_rollouts` are inverse to each other. The columns `reward`, `reply_text` and
+`num_sampled_tokens` follow from the others; with them a query needs no arithmetic. `list_rows`, `find_rows`
+and `read_row` take a file's bytes, from a directory or a store, and decode only the columns that they show.
 
 Each page has Parquet's own checksum, which is verified when it is read.
 
@@ -87,7 +87,9 @@ SCHEMA = pa.schema(
 
 
 _REPEATING = [name for name in SCHEMA.names if name not in ("turns", "reply_text")]
-_EXAMPLE_COLUMNS = ("task", "example_id", "fields", "answer")
+_EXAMPLE = ("task", "example_id", "answer")
+_JUDGED = ("is_correct", "format_ok", "truncated", "timed_out", "extracted", "isolation")
+_SAMPLING = ("temperature", "top_p", "top_k")
 _TRAINING_COLUMNS = ("status", "staleness")
 _ROLLOUT_COLUMNS = [
     *(name for name in SCHEMA.names if name not in ("turns", *_TRAINING_COLUMNS)),
@@ -111,21 +113,15 @@ class StoredRollout:
 
 
 def write_rollouts(
-    path: Path, rollouts: Sequence[Rollout], *, facts: Mapping[str, str] | None = None
+    path: Path, rollouts: Sequence[Rollout | StoredRollout], *, facts: Mapping[str, str] | None = None
 ) -> None:
-    """Write rollouts to a Parquet file atomically.
+    """Write rollouts, with their use in training or without, to a Parquet file atomically.
 
     `facts` go into the file's metadata, for `read_facts`.
 
     Raises: UnfitRecord if a text is not valid Unicode or a field is not JSON; StoreError if the disk fails.
     """
-    write_trained(path, [StoredRollout(rollout=rollout) for rollout in rollouts], facts=facts)
-
-
-def write_trained(
-    path: Path, stored: Sequence[StoredRollout], *, facts: Mapping[str, str] | None = None
-) -> None:
-    """Write rollouts with their use in training. Raises: like `write_rollouts`."""
+    stored = [one if isinstance(one, StoredRollout) else StoredRollout(rollout=one) for one in rollouts]
     try:
         table = pa.Table.from_pylist([_to_row(rollout) for rollout in stored], schema=SCHEMA)
     except (UnicodeEncodeError, TypeError, pa.ArrowException) as error:
@@ -158,7 +154,7 @@ def read_examples(path: Path) -> list[Example]:
     Raises: like `read_rollouts`.
     """
     with opened(_read_bytes(path), path) as file:
-        rows = file.read(columns=list(_EXAMPLE_COLUMNS)).to_pylist()
+        rows = file.read(columns=[*_EXAMPLE, "fields"]).to_pylist()
         return [_to_example(row) for row in {row["example_id"]: row for row in rows}.values()]
 
 
@@ -215,10 +211,8 @@ def _to_row(stored: StoredRollout) -> dict[str, Any]:
     advantages = stored.advantages or (None,) * len(rollout.turns)
     failure = outcome.failure
     return {
-        "task": rollout.example.task,
-        "example_id": rollout.example.example_id,
+        **{name: getattr(rollout.example, name) for name in _EXAMPLE},
         "fields": json.dumps(dict(rollout.example.fields)),
-        "answer": rollout.example.answer,
         "step": rollout.step,
         "sample_index": rollout.sample_index,
         "turns": [
@@ -236,18 +230,11 @@ def _to_row(stored: StoredRollout) -> dict[str, Any]:
         ],
         "reward": outcome.reward,
         "reward_parts": list(outcome.parts.items()),
-        "is_correct": outcome.is_correct,
-        "format_ok": outcome.format_ok,
-        "truncated": outcome.truncated,
-        "timed_out": outcome.timed_out,
-        "extracted": outcome.extracted,
-        "isolation": outcome.isolation,
+        **{name: getattr(outcome, name) for name in _JUDGED},
         "metrics": list(outcome.metrics.items()),
         "turn_rewards": list(outcome.turn_rewards),
         "failure": failure and {"owner": failure.owner.value, "kind": failure.kind, "detail": failure.detail},
-        "temperature": rollout.sampling.temperature,
-        "top_p": rollout.sampling.top_p,
-        "top_k": rollout.sampling.top_k,
+        **{name: getattr(rollout.sampling, name) for name in _SAMPLING},
         "seconds": list(rollout.seconds.items()),
         "reply_text": reply.text if reply is not None else None,
         "num_sampled_tokens": rollout.num_sampled_tokens,
@@ -256,17 +243,8 @@ def _to_row(stored: StoredRollout) -> dict[str, Any]:
     }
 
 
-def to_stored(row: dict[str, Any]) -> StoredRollout:
-    """Return the stored rollout of a row whose maps are dictionaries."""
-    return StoredRollout(
-        rollout=to_rollout(row),
-        advantages=tuple(
-            None if (values := turn["advantages"]) is None else np.array(values, dtype=np.float32)
-            for turn in row["turns"]
-        ),
-        status=row["status"],
-        staleness=row["staleness"],
-    )
+def _to_array(values: list[float] | None) -> FloatArray | None:
+    return None if values is None else np.array(values, dtype=np.float32)
 
 
 def to_rollout(row: dict[str, Any]) -> Rollout:
@@ -274,12 +252,7 @@ def to_rollout(row: dict[str, Any]) -> Rollout:
     failure = row["failure"]
     outcome = Outcome(
         parts=row["reward_parts"],
-        is_correct=row["is_correct"],
-        format_ok=row["format_ok"],
-        truncated=row["truncated"],
-        timed_out=row["timed_out"],
-        extracted=row["extracted"],
-        isolation=row["isolation"],
+        **{name: row[name] for name in _JUDGED},
         metrics=row["metrics"],
         turn_rewards=tuple(row["turn_rewards"]),
         failure=failure and Failure(**{**failure, "owner": FailureOwner(failure["owner"])}),
@@ -289,7 +262,7 @@ def to_rollout(row: dict[str, Any]) -> Rollout:
             role=turn["role"],
             text=turn["text"],
             token_ids=np.array(turn["token_ids"], dtype=np.int32),
-            logprobs=None if turn["logprobs"] is None else np.array(turn["logprobs"], dtype=np.float32),
+            logprobs=_to_array(turn["logprobs"]),
             policy_version=turn["policy_version"],
             finish_reason=None if turn["finish_reason"] is None else FinishReason(turn["finish_reason"]),
             segments=tuple(VersionSegment(**segment) for segment in turn["segments"]),
@@ -302,15 +275,109 @@ def to_rollout(row: dict[str, Any]) -> Rollout:
         sample_index=row["sample_index"],
         turns=turns,
         outcome=outcome,
-        sampling=Sampling(temperature=row["temperature"], top_p=row["top_p"], top_k=row["top_k"]),
+        sampling=Sampling(**{name: row[name] for name in _SAMPLING}),
         seconds=row["seconds"],
     )
 
 
 def _to_example(row: dict[str, Any]) -> Example:
-    return Example(
-        task=row["task"],
-        example_id=row["example_id"],
-        fields=json.loads(row["fields"]),
-        answer=row["answer"],
+    return Example(fields=json.loads(row["fields"]), **{name: row[name] for name in _EXAMPLE})
+
+
+SHOWN_CHARACTERS = 200
+_SHOWN = (
+    *("task", "example_id", "sample_index", "reward", *_JUDGED[:4]),
+    *("num_sampled_tokens", "status", "staleness"),
+)
+_TEXTS = "turns.list.element.text"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRow:
+    """The summary of one rollout in a list."""
+
+    index: int
+    """Its row in the file, from 0."""
+    task: str
+    example_id: str
+    sample_index: int
+    reward: float | None
+    is_correct: bool | None
+    format_ok: bool | None
+    truncated: bool
+    timed_out: bool
+    failure: str | None
+    """Owner and kind: 'infra: timeout'."""
+    num_sampled_tokens: int
+    num_turns: int
+    """Prompts and observations included."""
+    status: str | None
+    """As in `StoredRollout`."""
+    staleness: int | None
+    """As in `StoredRollout`."""
+    prompt: str
+    """The first 200 characters of the first turn."""
+    prompt_end: str
+    """Its last 200: after a long system prompt they hold the question."""
+    reply: str
+    """The first 200 characters of the policy's last turn; empty if it has none."""
+
+
+def list_rows(data: bytes, name: str) -> list[RolloutRow]:
+    """Return the summaries of all rollouts of a file's bytes.
+
+    Raises: CorruptRecord, naming the file, if strop did not write these bytes.
+    """
+    rows = _read_columns(data, name, (*_SHOWN, "failure.owner", "failure.kind", _TEXTS, "reply_text"))
+    found = []
+    for index, row in enumerate(rows):
+        failure, texts = row["failure"], [turn["text"] for turn in row["turns"]] or [""]
+        found.append(
+            RolloutRow(
+                index=index,
+                failure=failure and f"{failure['owner']}: {failure['kind']}",
+                num_turns=len(row["turns"]),
+                prompt=texts[0][:SHOWN_CHARACTERS],
+                prompt_end=texts[0][-SHOWN_CHARACTERS:],
+                reply=(row["reply_text"] or "")[:SHOWN_CHARACTERS],
+                **{column: row[column] for column in _SHOWN},
+            )
+        )
+    return found
+
+
+def find_rows(data: bytes, name: str, text: str) -> list[int]:
+    """Return the rows with a text in a turn (prompts too) or in the extracted answer, ignoring case.
+
+    Raises: like `list_rows`.
+    """
+    rows, wanted = _read_columns(data, name, (_TEXTS, "extracted")), text.lower()
+    texts = ([*(turn["text"] for turn in row["turns"]), row["extracted"] or ""] for row in rows)
+    return [index for index, of_row in enumerate(texts) if any(wanted in one.lower() for one in of_row)]
+
+
+def read_row(data: bytes, name: str, index: int) -> StoredRollout:
+    """Return one rollout whole.
+
+    Raises: like `list_rows`; StoreError if there is no such row.
+    """
+    with opened(data, name) as file:
+        if 0 <= index < file.metadata.num_rows:
+            (row,) = file.read().slice(index, 1).to_pylist(maps_as_pydicts="strict")
+            return StoredRollout(
+                rollout=to_rollout(row),
+                advantages=tuple(_to_array(turn["advantages"]) for turn in row["turns"]),
+                status=row["status"],
+                staleness=row["staleness"],
+            )
+    raise StoreError(
+        f"{name} has no row {index}",
+        allowed="the index of a row that `list_rows` shows",
+        next_step="list the file's rows anew",
     )
+
+
+def _read_columns(data: bytes, name: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+    with opened(data, name) as file:
+        found: list[dict[str, Any]] = file.read(columns=list(columns), use_threads=False).to_pylist()
+        return found

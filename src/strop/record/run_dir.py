@@ -18,17 +18,20 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
+from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError, StropError
 from strop.io.atomic import (
     explain_write_failure,
     is_complete,
+    make_directory,
     remove_directory,
     write_bytes_atomically,
 )
@@ -92,16 +95,11 @@ class RunDir:
         self.path = path
         self.state = state
         self._lock = lock
-        self._open_logs()
-
-    def _open_logs(self) -> None:
+        self._holding, self._held_step = threading.Lock(), -1
         self.metrics = MetricsLog(self.path / "metrics.jsonl")
         self.events = EventLog(self.path / "events.jsonl")
         self.timeline = Timeline(self.path / TIMELINE_NAME)
-
-    @property
-    def _logs(self) -> tuple[JsonLines, ...]:
-        return self.metrics, self.events, self.timeline
+        self._logs: tuple[JsonLines, ...] = self.metrics, self.events, self.timeline
 
     @classmethod
     def create(
@@ -114,69 +112,55 @@ class RunDir:
         *,
         now: float | None = None,
     ) -> RunDir:
-        """Create a run directory atomically, locked by this process.
+        """Make a directory of the run's name and the time a run, and return it with its lock held.
 
-        Raises: ConfigError if the name cannot be a directory name; StoreError if the disk fails.
+        Raises: like `adopt`.
+        """
+        created_at = time.time() if now is None else now
+        stamp = datetime.fromtimestamp(created_at, tz=UTC).strftime("%Y%m%d-%H%M%S")
+        path = _take_name(root, name, f"{name}-{stamp}")
+        return cls.adopt(path, name, spec_text, spec_digest, facts, now=created_at)
+
+    @classmethod
+    def adopt(
+        cls,
+        path: Path,
+        name: str,
+        spec_text: str,
+        spec_digest: str,
+        facts: Mapping[str, Any],
+        *,
+        now: float | None = None,
+    ) -> RunDir:
+        """Make a new folder, or one that a launcher prepared, a run, and return it with its lock held.
+
+        The files in it stay. A run that another process made of it meanwhile is returned as it is.
+
+        Raises: ConfigError if the name cannot be a directory name; CheckRefused if another process holds its
+            lock; StoreError if the disk fails, after which nothing new is there.
         """
         _check_name(name)
         created_at = time.time() if now is None else now
         state = RunState(name=name, spec_digest=spec_digest, created_at=created_at, facts=dict(facts))
-        stamp = datetime.fromtimestamp(created_at, tz=UTC).strftime("%Y%m%d-%H%M%S")
-        partial_path = partial_path_of(root / f"{name}-{stamp}")
-        lock = FileLock(partial_path / LOCK_NAME)
-        path = None
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            partial_path.mkdir()
-            # Locked before it gets its name, so that no process sees it unlocked.
-            lock.acquire()
-            for folder in _FOLDERS:
-                (partial_path / folder).mkdir()
-            write_bytes_atomically(partial_path / "spec.toml", spec_text.encode())
-            write_bytes_atomically(partial_path / "env.txt", describe_environment().encode())
-            write_bytes_atomically(partial_path / STATE_NAME, _state_to_bytes(state))
-            path = _claim_name(partial_path, root / f"{name}-{stamp}")
-        except OSError as error:
-            raise explain_write_failure(error, root / f"{name}-{stamp}") from error
-        finally:
-            if path is None:
-                lock.release()
-            shutil.rmtree(partial_path, ignore_errors=True)
-        lock.path = path / LOCK_NAME
-        return cls(path, state, lock)
-
-    @classmethod
-    def adopt(
-        cls, path: Path, name: str, spec_text: str, spec_digest: str, facts: Mapping[str, Any]
-    ) -> RunDir:
-        """Turn a folder that a launcher prepared into a locked run directory, and keep its files.
-
-        Raises: ConfigError if the name cannot be a directory name; CheckRefused if another process holds its
-            lock; StoreError if the disk fails.
-        """
-        _check_name(name)
-        state = RunState(name=name, spec_digest=spec_digest, created_at=time.time(), facts=dict(facts))
+        make_directory(path)
         run = cls(path, state, FileLock(path / LOCK_NAME))
-        if not run._lock.try_acquire():
-            raise run._in_use()
-        is_made = False
+        run.lock_once()
+        is_new = os.listdir(path) == [LOCK_NAME]
         try:
             if (path / STATE_NAME).exists():
-                # Another process made it, and has ended since.
-                run.state, is_made = _read_state(path), True
+                run.state = _read_state(path)
                 return run
             for folder in _FOLDERS:
-                (path / folder).mkdir(exist_ok=True)
+                make_directory(path / folder)
             write_bytes_atomically(path / "spec.toml", spec_text.encode())
             write_bytes_atomically(path / "env.txt", describe_environment().encode())
             # Last: a folder without this file is no run.
-            write_bytes_atomically(path / STATE_NAME, _state_to_bytes(state))
-            is_made = True
-        except OSError as error:
-            raise explain_write_failure(error, path) from error
-        finally:
-            if not is_made:
-                run.release()
+            run._save(state)
+        except StropError:
+            if is_new:
+                shutil.rmtree(path, ignore_errors=True)
+            run.release()
+            raise
         return run
 
     @classmethod
@@ -233,27 +217,12 @@ class RunDir:
         Raises: CheckRefused naming the holder if another process holds the lock.
         """
         deadline = time.monotonic() + (OVERTAKE_LIMIT_S if ATTEMPT_VARIABLE in os.environ else 0.0)
-        while not self._lock.try_acquire():
-            if time.monotonic() >= deadline:
-                raise self._in_use()
+        while time.monotonic() < deadline and not self._lock.try_acquire():
             time.sleep(0.1)
+        self.lock_once()
         self.state = _read_state(self.path)
         for folder in (".", *_STEP_FOLDERS, "checkpoints"):
             remove_leftovers(self.path / folder)
-
-    def move_to(self, path: Path) -> None:
-        """Rename the directory and keep its lock. Call it before anything is logged.
-
-        Raises: StoreError if the name is taken or the disk fails.
-        """
-        self._check_locked()
-        try:
-            # An existing run is never empty, so rename cannot replace one.
-            self.path.rename(path)
-        except OSError as error:
-            raise explain_write_failure(error, path) from error
-        self.path, self._lock.path = path, path / LOCK_NAME
-        self._open_logs()
 
     def release(self) -> None:
         """Close the logs and release the lock."""
@@ -289,14 +258,9 @@ class RunDir:
         self._save(replace(self.state, num_attempts=self.state.num_attempts + 1))
         attempt = self._attempt_of(self.state.num_attempts)
         attempt.path.mkdir(parents=True, exist_ok=True)
-        content = {
-            "attempt": attempt.index,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started_at": time.time(),
-            "facts": dict(facts or {}),
-        }
-        write_bytes_atomically(attempt.path / "attempt.json", json.dumps(content, indent=1).encode())
+        who = {"attempt": attempt.index, "pid": os.getpid(), "host": socket.gethostname()}
+        content = {**who, "started_at": time.time(), "facts": dict(facts or {})}
+        _write_json(attempt.path / "attempt.json", content)
         point_latest(self.path, attempt.path.name)
         return attempt
 
@@ -305,7 +269,7 @@ class RunDir:
         self._check_locked()
         content = json.loads((attempt.path / "attempt.json").read_bytes())
         content |= {"ended_at": time.time(), "cause": cause, "exit_code": exit_code, "step": step}
-        write_bytes_atomically(attempt.path / "attempt.json", json.dumps(content, indent=1).encode())
+        _write_json(attempt.path / "attempt.json", content)
 
     def mark_finished(self) -> None:
         """Record that every requested step was trained: the run is not resumed any more.
@@ -328,19 +292,13 @@ class RunDir:
             log.truncate_after(step)
         for folder in _STEP_FOLDERS:
             for path in sorted((self.path / folder).glob("*")):
-                if (step_of(path) or 0) <= step:
-                    continue
-                if path.is_dir():
-                    # Replies of an evaluation beside the run.
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+                if (step_of(path) or 0) > step:
+                    # A folder has the replies of an evaluation beside the run.
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, in order. Bytes are not verified."""
-        if not self.checkpoints_path.is_dir():
-            return []
-        paths = {step_of(path): path for path in self.checkpoints_path.iterdir()}
+        paths = {step_of(path): path for path in self.checkpoints_path.glob("step-*")}
         return sorted(step for step, path in paths.items() if step is not None and is_complete(path))
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
@@ -354,27 +312,45 @@ class RunDir:
         return (steps[-1], self.checkpoint_path(steps[-1])) if steps else None
 
     def keep_checkpoints(self, num_kept: int) -> list[int]:
-        """Remove all but the newest complete checkpoints (at least one); return the removed steps."""
+        """Remove all but the newest complete checkpoints (at least one); return the removed steps.
+
+        One that is held stays.
+        """
         self._check_locked()
-        removed = self.checkpoint_steps()[: -max(1, num_kept)]
-        for step in removed:
-            remove_directory(self.checkpoint_path(step))
+        with self._holding:
+            steps = self.checkpoint_steps()[: -max(1, num_kept)]
+            removed = [step for step in steps if step != self._held_step]
+            for step in removed:
+                remove_directory(self.checkpoint_path(step))
         return removed
+
+    @contextmanager
+    def hold_latest(self) -> Iterator[tuple[int, Path] | None]:
+        """Return `latest_checkpoint`, and keep `keep_checkpoints` of other threads from removing it."""
+        with self._holding:
+            latest = self.latest_checkpoint()
+            self._held_step = -1 if latest is None else latest[0]
+        try:
+            yield latest
+        finally:
+            self._held_step = -1
 
     def sync(self) -> None:
         """Make the logs durable; call it before a checkpoint is sealed."""
         for log in self._logs:
             log.sync()
 
-    def _in_use(self) -> CheckRefused:
-        return CheckRefused(
-            f"run {self.path} is in use by {self._lock.holder() or 'another process'}",
-            allowed="one process per run directory",
-            next_step="wait for it or stop it, or give this run another name",
-        )
+    def lock_once(self) -> None:
+        """Take the run's lock, without waiting. Raises: CheckRefused naming the holder."""
+        if not self._lock.try_acquire():
+            raise CheckRefused(
+                f"run {self.path} is in use by {self._lock.holder() or 'another process'}",
+                allowed="one process per run directory",
+                next_step="wait for it or stop it, or give this run another name",
+            )
 
     def _save(self, state: RunState) -> None:
-        write_bytes_atomically(self.path / STATE_NAME, _state_to_bytes(state))
+        _write_json(self.path / STATE_NAME, asdict(state))
         self.state = state
 
     def _check_locked(self) -> None:
@@ -408,16 +384,13 @@ def find_resumable(root: Path, name: str, spec_digest: str) -> RunDir | None:
     remove_leftovers(root)
     for run in list_runs(root, name):
         is_wanted = run.state.name == name and run.state.spec_digest == spec_digest and not run.is_finished
-        if not is_wanted:
-            continue
-        try:
-            run.acquire()
-        except CheckRefused:
-            continue
-        # The run may have been finished between reading its state and taking its lock.
-        if not run.is_finished:
-            return run
-        run.release()
+        if is_wanted:
+            with suppress(CheckRefused):
+                run.acquire()
+                # It may have been finished between reading its state and taking its lock.
+                if not run.is_finished:
+                    return run
+                run.release()
     return None
 
 
@@ -440,24 +413,25 @@ def _check_name(name: str) -> None:
         )
 
 
-def _claim_name(partial_path: Path, wanted_path: Path) -> Path:
-    """Rename to the first free name. An existing run is never empty, so rename cannot replace it."""
-    for number in range(1, 1000):
-        path = wanted_path if number == 1 else wanted_path.with_name(f"{wanted_path.name}-{number}")
+def _take_name(root: Path, name: str, wanted: str) -> Path:
+    """Make the first free directory of a name in `root`: runs of the same second get numbers."""
+    _check_name(name)
+    make_directory(root)
+    path, number = root / wanted, 1
+    while True:
         try:
-            return partial_path.rename(path)
-        except OSError:
-            if not path.exists():
-                raise
-    raise StoreError(
-        f"{wanted_path} and its numbered successors are all taken",
-        allowed="fewer than 1000 runs of one name per second",
-        next_step="wait a second and start again",
-    )
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+            path = root / f"{wanted}-{number}"
+        except OSError as error:
+            raise explain_write_failure(error, path) from error
+        else:
+            return path
 
 
-def _state_to_bytes(state: RunState) -> bytes:
-    return json.dumps(asdict(state), indent=1).encode()
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_bytes_atomically(path, json.dumps(content, indent=1).encode())
 
 
 def _read_state(path: Path) -> RunState:

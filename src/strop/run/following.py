@@ -22,8 +22,7 @@ from strop.io import is_complete
 from strop.record import RunDir
 from strop.record.fence import require_unfenced
 from strop.record.files import list_shards
-from strop.record.mirror.layout import TRACES, mirror_uri
-from strop.record.mirror.uploader import UPLOAD_SETTINGS
+from strop.record.mirror import UPLOAD_SETTINGS, mirror_uri
 from strop.record.run_dir import STATE_NAME
 from strop.spec import RunSpec, load_spec
 from strop.spec.eval_file import is_of_file, read_eval_file
@@ -184,7 +183,7 @@ class _Follower:
         return exit_code
 
     def _announce(self, step: int) -> None:
-        """Report a result, and send it to the run's mirror: the uploader ends with the trainer."""
+        """Report a result, and send it to the run's mirror, whose thread ends with the trainer."""
         paths = self._results(f"{step:06d}")
         for path in paths:
             result = read_result(path)
@@ -197,13 +196,12 @@ class _Follower:
             if root is None:
                 return
             uri = mirror_uri(root, self.spec.store.mirror_as or self.run_path.name)
-            place = join_uri(uri, TRACES)
             try:
                 store = open_store(uri, UPLOAD_SETTINGS)
                 for path in paths:
-                    store.objects.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
+                    store.objects.write(join_uri(uri, f"eval/{path.name}"), path.read_bytes())
             except StoreError as error:
-                self.say(f"alarm: the results of step {step} were not mirrored to {place}: {error}")
+                self.say(f"alarm: the results of step {step} were not mirrored to {uri}: {error}")
 
     def require_last(self, steps: Sequence[int]) -> None:
         """Raises: StoreError if the last checkpoint has no result."""

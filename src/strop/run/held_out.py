@@ -191,7 +191,7 @@ def find_changes(
 
 def _read_replies(folder: Path, result: EvalResult, wanted: Sequence[str]) -> dict[str, tuple[Example, str]]:
     """Return the kept examples of some ids with their greedy replies."""
-    from strop.record.rows import list_rows, read_row
+    from strop.record.rollouts import list_rows, read_row
 
     replies: dict[str, tuple[Example, str]] = {}
     per_example = 1 + (result.num_samples or 0)

@@ -1,33 +1,32 @@
-"""The mirror of a run in a store: test the store, start and supervise the uploader, resume from a mirror.
+"""The mirror of a run in a store: test the store, begin and end the mirror, resume from one.
 
-The uploader is a separate process (`strop.record.mirror`) with the lowest priority and its own log; it dies
-with this process. Training never waits for it: its notes are read between steps, in microseconds, and become
-events. Only after training there is a wait, with a limit.
+`strop.record.mirror` sends the files in a thread. Training never waits for it: what it has to say is taken
+between steps, and becomes events. Only after training there is a wait, with a limit.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from strop.errors import CheckRefused, Interrupted, NoCredentials, RemoteDenied, StoreError
-from strop.hardware import ChildProcess, spawn, terminate
-from strop.hardware.process import MAX_NICENESS, step_back
 from strop.record import Event, EventKind, RunDir
 from strop.record.fence import GRACE_VARIABLE
-from strop.record.mirror.claim import RunIdentity, claim_mirror
-from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, notes_path
-from strop.record.mirror.restore import RemoteRun, find_remote_run, restore_run
-from strop.record.mirror.uploader import EXIT_FENCED, UPLOAD_SETTINGS
+from strop.record.mirror import (
+    UPLOAD_SETTINGS,
+    Mirror,
+    RemoteRun,
+    find_remote_run,
+    identify,
+    mirror_uri,
+    restore_run,
+)
 from strop.spec import ResolvedSpec, StoreSpec, spec_digest
 from strop.store.opening import open_store
 from strop.store.policy import find_mirror_root, follow_store
@@ -37,14 +36,11 @@ from strop.store.uris import join_uri, normalize_uri
 if TYPE_CHECKING:
     from strop.train.observer import EvalSummary, Observer
 
-RESPAWN_AFTER_S = 30.0
-"""Shortest time between two starts of an uploader that died."""
 FLUSH_LIMIT_S = 600.0
 """Longest wait for the mirror after training has ended."""
 STOP_FLUSH_LIMIT_S = 60.0
 """The same after a signal; the newest checkpoint goes first."""
 _POLL_S = 0.1
-LOG_NAME = "mirror.log"
 
 
 def probe_store(root: str, store: RecordStore | None = None) -> None:
@@ -101,24 +97,18 @@ def probe_mirror(spec: StoreSpec) -> str | None:
 
 
 class Mirroring:
-    """An observer that forwards every call, and supervises the uploader between them.
+    """An observer that forwards every call, and wakes and hears the run's mirror between them.
 
     Use it in `with`: leaving the block waits for the rest of the upload, within the limits.
     """
 
     def __init__(self, root: str | None, spec: StoreSpec, run_dir: RunDir, observer: Observer) -> None:
         """`root` is what `probe_mirror` returned."""
-        self._spec = spec
-        self._run_dir = run_dir
-        self._observer = observer
+        self._run_dir, self._observer = run_dir, observer
         self.uri = None if root is None else mirror_uri(root, spec.mirror_as or run_dir.path.name)
         """Of the mirror; None: the run has none."""
-        self._owner = secrets.token_hex(16)
-        self._child: ChildProcess | None = None
-        self._spawned_at = 0.0
-        self._num_read_bytes = 0
-        self._is_fenced = False
-        self._has_claimed = True
+        self._keep_last = spec.keep_last
+        self._mirror: Mirror | None = None
         self._step = 0
 
     def __enter__(self) -> Mirroring:
@@ -126,21 +116,17 @@ class Mirroring:
         return self
 
     def begin(self) -> None:
-        """Claim the mirror for this attempt and start the uploader. Call it after the attempt has begun.
+        """Claim the mirror for this attempt and start to send. Call it after the attempt has begun.
 
         Raises: CheckRefused if another run is mirrored there; for a run without a checkpoint also if the
             store does not answer.
         """
         if self.uri is None:
             return
-        state, notes = self._run_dir.state, notes_path(self._run_dir.path)
-        flush_path(self._run_dir.path).unlink(missing_ok=True)
-        self._num_read_bytes = notes.stat().st_size if notes.exists() else 0
         store = open_store(self.uri, UPLOAD_SETTINGS)
+        mirror = Mirror(self._run_dir, store, self.uri, keep_last=self._keep_last)
         try:
-            claim_mirror(
-                store, self.uri, RunIdentity.of(state), owner=self._owner, attempt=state.num_attempts
-            )
+            mirror.claim()
         except StoreError as error:
             if self._run_dir.latest_checkpoint() is None:
                 raise CheckRefused(
@@ -148,10 +134,10 @@ class Mirroring:
                     allowed="a store that answers when a run begins",
                     next_step="start again when it does, or train without a mirror: store.mirror=false",
                 ) from error
-            # A run with checkpoints goes on without its mirror; the uploader tries to claim it again.
+            # A run with checkpoints goes on without its mirror; the thread tries to claim it again.
             self._announce("upload_failed", f"{self.uri} could not be claimed: {error}", is_alarm=True)
-            self._has_claimed = False
-        self._spawn()
+        mirror.thread.start()
+        self._mirror = mirror
         self._announce("mirror", f"the run is mirrored to {self.uri}", is_alarm=False)
 
     def __exit__(
@@ -160,34 +146,26 @@ class Mirroring:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait until the uploader has sent the rest, up to the limit; then end it."""
-        if self._child is None:
+        """Wait until the rest is sent or another attempt has taken the mirror, up to the limit."""
+        mirror = self._mirror
+        if mirror is None:
             return
         is_hurried = isinstance(error, Interrupted) or (
             error is not None and not isinstance(error, Exception)
         )
         limit_s = limit_after_signal() if is_hurried else FLUSH_LIMIT_S
-        try:
-            self._flush(limit_s)
-        finally:
-            terminate(self._child, 0.0)
-            flush_path(self._run_dir.path).unlink(missing_ok=True)
-
-    def poll(self) -> None:
-        """Announce the uploader's notes, and start it again if it died. Does not block."""
-        if self._child is None:
-            return
-        self._read_notes()
-        exit_code = self._child.poll()
-        if exit_code is None or self._is_fenced:
-            return
-        if exit_code == EXIT_FENCED:
-            self._is_fenced = True
-        elif exit_code != 0 and time.monotonic() - self._spawned_at >= RESPAWN_AFTER_S:
-            last = self._child.tail(1)
-            detail = f"the uploader ended with {exit_code} and is started again; its last line: {last}"
-            self._announce("uploader_died", detail, is_alarm=True)
-            self._spawn()
+        deadline = time.monotonic() + limit_s
+        mirror.wake(is_ending=True)
+        while mirror.thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+            mirror.thread.join(min(_POLL_S, left_s))
+            self._announce_notes(mirror)
+        self._announce_notes(mirror)
+        if not mirror.is_done and mirror.fenced is None:
+            detail = (
+                f"not all of the run could be mirrored to {self.uri} within {limit_s:g} s of its end;"
+                f" it is whole in {self._run_dir.path}"
+            )
+            self._announce("upload_incomplete", detail, is_alarm=True)
 
     def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
         """Pass on."""
@@ -195,14 +173,22 @@ class Mirroring:
         self._observer.on_start(run=run, first_step=first_step, num_steps=num_steps)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Pass on, and poll the uploader."""
+        """Pass on, and announce what the mirror has to say; does not block.
+
+        Raises: MirrorFenced if another attempt has claimed the mirror.
+        """
         self._step = int(metrics["step"])
         self._observer.on_step(metrics)
-        self.poll()
+        if self._mirror is not None:
+            self._announce_notes(self._mirror)
+            if self._mirror.fenced is not None:
+                raise self._mirror.fenced
 
     def on_event(self, event: Event) -> None:
-        """Pass on."""
+        """Pass on; a checkpoint is sent at once."""
         self._observer.on_event(event)
+        if self._mirror is not None and event.kind is EventKind.CHECKPOINT:
+            self._mirror.wake()
 
     def on_eval(self, summary: EvalSummary) -> None:
         """Pass on."""
@@ -212,72 +198,16 @@ class Mirroring:
         """Pass on."""
         self._observer.on_end(cause=cause)
 
-    def _spawn(self) -> None:
-        assert self.uri is not None
-        order = MirrorOrder(
-            run_path=str(self._run_dir.path.absolute()),
-            uri=self.uri,
-            owner=self._owner,
-            attempt=self._run_dir.state.num_attempts,
-            may_claim=not self._has_claimed,
-            keep_last=self._spec.keep_last,
-        )
-        self._child = start_uploader(order, (self._run_dir.path / "latest").resolve() / LOG_NAME)
-        self._spawned_at = time.monotonic()
-
-    def _flush(self, limit_s: float) -> None:
-        """Wait until all is sent, another attempt has taken the mirror, or the time is over."""
-        path, began_at = flush_path(self._run_dir.path), time.monotonic()
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        while (waited_s := time.monotonic() - began_at) < limit_s:
-            self.poll()
-            assert self._child is not None
-            exit_code = self._child.poll()
-            if exit_code == 0 or self._is_fenced:
-                self._read_notes()
-                return
-            time.sleep(min(_POLL_S, limit_s - waited_s))
-        self._read_notes()
-        detail = (
-            f"not all of the run could be mirrored to {self.uri} within {limit_s:g} s of its end; it is whole"
-            f" in {self._run_dir.path}, and the last lines of {LOG_NAME} there say what is missing"
-        )
-        self._announce("upload_incomplete", detail, is_alarm=True)
-
-    def _read_notes(self) -> None:
-        path = notes_path(self._run_dir.path)
-        if not path.exists() or path.stat().st_size <= self._num_read_bytes:
-            return
-        with path.open("rb") as file:
-            file.seek(self._num_read_bytes)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._num_read_bytes += len(whole)
-        for line in whole.splitlines():
-            note = json.loads(line)
-            self._announce(note["cause"], note["detail"], is_alarm=note["is_alarm"])
+    def _announce_notes(self, mirror: Mirror) -> None:
+        while not mirror.notes.empty():
+            cause, detail, is_alarm = mirror.notes.get()
+            self._announce(cause, detail, is_alarm=is_alarm)
 
     def _announce(self, cause: str, detail: str, *, is_alarm: bool) -> None:
         kind = EventKind.TRIPWIRE if is_alarm else EventKind.NOTICE
         event = Event(kind=kind, step=self._step, cause=cause, detail=detail)
         self._run_dir.events.append(event)
         self._observer.on_event(event)
-
-
-def start_uploader(
-    order: MirrorOrder, log_path: Path, variables: Mapping[str, str] = MappingProxyType({})
-) -> ChildProcess:
-    """Start an uploader that yields the processors to the trainer; `variables` are set for it only."""
-    # One thread for numeric libraries, if one is imported.
-    env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-    child = spawn([sys.executable, "-m", "strop.record.mirror", order.to_json()], log_path, env)
-    # A training on two cores lost 9 % of its time to an uploader of niceness 10 (16 MB/s), and 2 % to this
-    # one (7 MB/s). On an idle core it sends at full speed.
-    step_back(child.pid, by=MAX_NICENESS)
-    with suppress(AttributeError, OSError):  # On Linux: it does not preempt the trainer when it wakes up.
-        os.sched_setscheduler(child.pid, os.SCHED_BATCH, os.sched_param(0))
-    return child
 
 
 def limit_after_signal() -> float:
@@ -315,12 +245,12 @@ def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
             allowed="the mirror of a run, as s3://bucket/prefix/checkpoints/NAME",
             next_step="correct the URI, or leave --from out to begin anew",
         )
-    digest, remote_digest = spec_digest(resolved.spec), remote.latest.run.spec_digest
+    digest, remote_digest = spec_digest(resolved.spec), remote.latest.run["spec_digest"]
     if digest != remote_digest:
         raise CheckRefused(
             f"{uri} is a run of spec {remote_digest[:12]}, and this run file is {digest[:12]}",
             allowed="the run file and overrides that the run was begun with",
-            next_step=f"compare with {uri}/traces/spec.toml, which is the run's own",
+            next_step=f"compare with {uri}/spec.toml, which is the run's own",
         )
     output = resolved.spec.output
     target = Path(output.dir) if output.dir else Path(output.root) / uri.rstrip("/").rpartition("/")[2]
@@ -356,7 +286,7 @@ def _compare_here(target: Path, remote: RemoteRun) -> str:
     run = RunDir.open(target)
     latest = run.latest_checkpoint()
     step = 0 if latest is None else latest[0]
-    if RunIdentity.of(run.state) == remote.latest.run and step >= (remote.step or 0):
+    if remote.latest.run == identify(run.state) and step >= (remote.step or 0):
         return f"{target} is here already, at step {step}, and goes on"
     raise CheckRefused(
         f"{target} is here at step {step}, and {remote.uri} is at step {remote.step}",

@@ -59,13 +59,9 @@ def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool)
     spec, text, digest = resolved.spec, write_spec(resolved), spec_digest(resolved.spec)
     if spec.output.dir is not None:
         path = Path(spec.output.dir)
-        if (path / "attempts").is_dir() and not (path / STATE_NAME).exists():
-            # A launcher has prepared the folder, and no run has begun in it.
+        if not path.exists() or ((path / "attempts").is_dir() and not (path / STATE_NAME).exists()):
+            # Nothing is there, or a launcher has prepared the folder and no run has begun in it.
             return RunDir.adopt(path, spec.name, text, digest, facts)
-        if not path.exists():
-            run_dir = RunDir.create(path.parent, spec.name, text, digest, facts)
-            run_dir.move_to(path)
-            return run_dir
         if is_new:
             raise CheckRefused(
                 f"a new run was asked for, and output.dir={path} is there already",

@@ -24,7 +24,7 @@ from strop.policy.learner import Learner
 from strop.record import EventKind
 from strop.record.fence import require_unfenced
 from strop.record.parts import require_same_parts
-from strop.record.rollouts import StoredRollout, read_rollouts, write_rollouts, write_trained
+from strop.record.rollouts import StoredRollout, read_rollouts, write_rollouts
 from strop.record.run_dir import WEIGHTS_FACT, RunDir, step_of
 from strop.record.timeline import ENVIRONMENTS, VERIFIER, Timeline
 from strop.rollout import Group
@@ -73,11 +73,11 @@ class SampledStep:
         Raises: UnfitRecord if a text is not valid Unicode; StoreError if the disk fails.
         """
         if self.trained:
-            write_trained(run_dir.rollouts_path(step), self.trained)
+            write_rollouts(run_dir.rollouts_path(step), self.trained)
         if self.discarded:
             path = run_dir.discarded_path(step)
             path.parent.mkdir(exist_ok=True)
-            write_trained(path, self.discarded)
+            write_rollouts(path, self.discarded)
 
 
 _UNSCORED = "unscored"

@@ -206,7 +206,7 @@ class LiveRun:
 
         Discarded rollouts come last.
         """
-        from strop.record.rows import list_rows
+        from strop.record.rollouts import list_rows
 
         return [
             asdict(row) | {"key": f"{prefix}{row.index}"}
@@ -235,7 +235,7 @@ class LiveRun:
 
     def read_row(self, step: int, key: str, of: str = TRAINING) -> StoredRollout:
         """Return a rollout. Raises: ConfigError for a malformed key; StoreError if there is no such row."""
-        from strop.record.rows import read_row
+        from strop.record.rollouts import read_row
 
         match, names = _KEY.fullmatch(key), self._files_of(step, of)
         if match is None or match[1] not in names:
@@ -251,7 +251,7 @@ class LiveRun:
 
         Returns the matches, and the step at which to continue, None at the end.
         """
-        from strop.record.rows import find_rows, list_rows
+        from strop.record.rollouts import find_rows, list_rows
 
         matches: list[dict[str, Any]] = []
         until = time.monotonic() + SEARCH_LIMIT_S

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 
 from strop.errors import ConfigError, StoreError
 from strop.record.files import DirectoryRecord, RecordFiles, StoreRecord
-from strop.record.mirror.layout import TRACES
 from strop.record.run_dir import STATE_NAME
-from strop.store.local_objects import LocalObjects
 from strop.store.opening import open_objects
-from strop.store.record_store import Objects
 from strop.view.live import METRICS, LiveRun
 
 OpenJob = Callable[[str], tuple[str, RecordFiles]]
@@ -76,35 +73,25 @@ def find_runs(place: str, open_job: OpenJob) -> Runs:
 
 
 def _list_folder(path: Path) -> dict[str, RecordFiles]:
-    """Return the runs in a folder, including trials of sweeps; without any, the mirrors in it.
+    """Return the runs in a folder, or mirrors of runs, including trials of sweeps.
 
     Also runs of which the state file is lost, as damaged ones.
     """
     found = [path.glob(f"{runs}/{file}") for runs in ("*", "*/members/*") for file in (STATE_NAME, METRICS)]
     names = sorted({file.parent.relative_to(path).as_posix() for file in chain(*found)})
-    runs = {
-        name: DirectoryRecord(path / name) for name in names if ".partial-" not in name and name != TRACES
-    }
-    mirrors = [*path.glob(f"{TRACES}/{STATE_NAME}"), *path.glob(f"*/{TRACES}/{STATE_NAME}")]
-    return {**runs} or _open_mirrors(LocalObjects(), list(map(str, sorted(mirrors))))
+    return {name: DirectoryRecord(path / name) for name in names if ".partial-" not in name}
 
 
 def _list_mirrors(uri: str) -> dict[str, RecordFiles]:
     """Return the mirrors at and below a URI."""
-    objects = open_objects(uri)
-    mirrors = _open_mirrors(objects, [stored.uri for stored in objects.list(uri)])
-    if not mirrors:
+    objects, ending = open_objects(uri), f"/{STATE_NAME}"
+    uris = [stored.uri for stored in objects.list(uri)]
+    roots = [place.removesuffix(ending) for place in uris if place.endswith(ending)]
+    if not roots:
         raise StoreError(
             f"{uri} holds no mirror of a run",
             allowed="a mirror, such as s3://bucket/prefix/checkpoints/NAME, or a prefix of several",
             next_step="see `strop explain store` for where a run is mirrored to",
         )
-    return mirrors
-
-
-def _open_mirrors(objects: Objects, uris: Sequence[str]) -> dict[str, RecordFiles]:
-    """Return the mirrors whose state file is among `uris`; a run is named by its folder."""
-    ending = f"/{TRACES}/{STATE_NAME}"
-    roots = [uri.removesuffix(ending) for uri in uris if uri.endswith(ending)]
-    names = {root: root.rpartition("/")[2] for root in roots}
-    return {name: StoreRecord(objects, root, run=name) for root, name in names.items()}
+    # A run is named by its folder.
+    return {root.rpartition("/")[2]: StoreRecord(objects, root) for root in roots}

@@ -222,15 +222,15 @@ def test_the_record_is_read_from_the_mirror(site: Site) -> None:
     assert record.read("run.json") is None
     root = ref.details["jobs"][0]["record_uri"]
     verdict = {"number": 0, "exit_code": 0, "signal": "", "started_at": 1.0, "ended_at": 2.0, "nodes": ["a"]}
-    site.objects.write(f"{root}/traces/attempts/x-0/verdict.json", json.dumps(verdict).encode())
-    site.objects.write(f"{root}/traces/metrics.jsonl", b"0123456789")
-    site.objects.write(f"{root}/small-try_step20/COMPLETE", b"{}")
+    site.objects.write(f"{root}/attempts/x-0/verdict.json", json.dumps(verdict).encode())
+    site.objects.write(f"{root}/metrics.jsonl", b"0123456789")
+    site.objects.write(f"{root}/checkpoints/step-000020/COMPLETE", b"{}")
     assert record.list("attempts") == ["attempts/x-0/verdict.json"]
     assert [one.exit_code for one in read_attempts(record)] == [0]
     assert record.read_from("metrics.jsonl", 7) == b"789"
     assert record.read("checkpoints/step-000020/COMPLETE") == b"{}"
     assert record.list("checkpoints/step-000020") == ["checkpoints/step-000020/COMPLETE"]
-    assert record.describe("run.json") == f"{root}/traces/run.json"
+    assert record.describe("run.json") == f"{root}/run.json"
     assert record.read_from("metrics.jsonl", 10) == b""
     assert record.read_from("none.jsonl", 0) == b""
 
@@ -238,14 +238,13 @@ def test_the_record_is_read_from_the_mirror(site: Site) -> None:
 def test_of_several_records_of_a_step_the_complete_newest_is_shown(site: Site) -> None:
     ref = site.backend.submit(site.plan())
     root = ref.details["jobs"][0]["record_uri"]
-    for name in ("small-try_step20/COMPLETE", "small-try_step20-3/COMPLETE", "small-try_step20-5/weights"):
-        site.objects.write(f"{root}/{name}", name.encode())
-    site.objects.write(f"{root}/small-try_step7/COMPLETE", b"7")
-    site.objects.write(f"{root}/small-try_final/COMPLETE", b"final")
-    site.objects.write(f"{root}/traces/run.json", b"{}")
+    for name in ("step-000020/COMPLETE", "step-000020-3/COMPLETE", "step-000020-5/weights"):
+        site.objects.write(f"{root}/checkpoints/{name}", name.encode())
+    site.objects.write(f"{root}/checkpoints/step-000007/COMPLETE", b"7")
+    site.objects.write(f"{root}/run.json", b"{}")
     record = site.backend.open_record(ref, 0)
     assert find_checkpoints(record) == [7, 20]
-    assert record.read("checkpoints/step-000020/COMPLETE") == b"small-try_step20-3/COMPLETE"
+    assert record.read("checkpoints/step-000020/COMPLETE") == b"step-000020-3/COMPLETE"
     assert record.list("") == [
         "checkpoints/step-000007/COMPLETE",
         "checkpoints/step-000020/COMPLETE",

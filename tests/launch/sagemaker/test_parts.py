@@ -295,7 +295,7 @@ def test_a_record_is_sent_when_it_changes_and_again_after_a_failure(
     sender.start()
     sender.stop()
     names = [stored.uri for stored in objects.list("s3://strop-test")]
-    root = "s3://strop-test/c/job/traces"
+    root = "s3://strop-test/c/job"
     assert names == [f"{root}/attempts/a-0/agent-0.json", f"{root}/run.json"]
     (run / "attempts/a-0/agent-0.json").write_text('{"a": 1}')
     sender.send_changed()

@@ -11,7 +11,8 @@ from strop.io.atomic import AtomicDirectory
 from strop.launch.sagemaker.checkpoint_sync import restore_newest
 from strop.launch.sagemaker.client import SiteObjects
 from strop.launch.sagemaker.options import SageMakerSite
-from strop.record.mirror.claim import RunIdentity, claim_mirror, read_latest
+from strop.record import RunState
+from strop.record.mirror import claim_mirror, read_latest
 from strop.store.opening import open_store
 from tests.fixtures.mirrored import PlayedRun
 from tests.fixtures.object_store import make_objects, use_store
@@ -41,7 +42,7 @@ def test_a_start_that_was_lost_before_its_first_checkpoint_does_not_bar_the_next
     root = f"s3://strop-test/{tmp_path.name.replace('_', '-')}"
     uri = f"{root}/checkpoints/job-1"
     store = open_store(uri)
-    claim_mirror(store, uri, RunIdentity(name="a", spec_digest="d", created_at=1.0), owner="x", attempt=1)
+    claim_mirror(store, uri, RunState(name="a", spec_digest="d", created_at=1.0, num_attempts=1), "x")
     write_spec(tmp_path, root)
     found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
     assert found.step is None
@@ -55,8 +56,10 @@ def test_the_next_job_goes_on_from_the_mirror_of_the_one_before_where_that_is_ah
     """7.3: the platform copies the state when it likes; what a reclaim took is in the parent's mirror."""
     root = f"s3://strop-test/{tmp_path.name.replace('_', '-')}"
     played = PlayedRun.create(tmp_path / "elsewhere").train(1, 2, 3, 4)
-    uploader = played.uploader(root, make_objects(), uri=f"{root}/checkpoints/job-1")
-    assert uploader.look(is_flush=True)
+    played.run.path = played.run.path.rename(tmp_path / "job-1")
+    played.mirror(root, make_objects()).look(is_last=True)
+    claimed = read_latest(open_store(root), f"{root}/checkpoints/job-1")
+    assert claimed is not None
     if kept is not None:
         with AtomicDirectory(tmp_path / f"ckpt/algo-1/step-{kept:06d}") as partial:
             (partial / "w").write_text("w")
@@ -66,9 +69,7 @@ def test_the_next_job_goes_on_from_the_mirror_of_the_one_before_where_that_is_ah
     assert ("checkpoints/job-1 has step 4" in found.reason) == (kept in {None, 2})
     assert (tmp_path / f"home/checkpoints/step-{wanted:06d}/COMPLETE").is_file()
     # The parent's claim is its own: nothing of it is touched.
-    latest = read_latest(open_store(root), f"{root}/checkpoints/job-1")
-    assert latest is not None
-    assert latest[0].owner == "owner of attempt 1"
+    assert read_latest(open_store(root), f"{root}/checkpoints/job-1") == claimed
 
 
 def test_a_store_that_is_away_leaves_the_state_that_is_here(

@@ -38,7 +38,7 @@ def launcher_of(site: Site, tmp_path: Path) -> Launcher:
 
 
 def write_verdict(site: Site, ref: Any, exit_code: int) -> None:
-    root = f"{ref.details['jobs'][0]['record_uri']}/traces/attempts/{ref.job_id}-0"
+    root = f"{ref.details['jobs'][0]['record_uri']}/attempts/{ref.job_id}-0"
     start = {"number": 0, "num_nodes": 1, "started_at": NOON, "host": "algo-1"}
     verdict = {"number": 0, "exit_code": exit_code, "started_at": NOON, "ended_at": NOON, "nodes": ["algo-1"]}
     site.objects.write(f"{root}/agent-0.json", json.dumps(start).encode())
@@ -162,7 +162,8 @@ def test_a_wall_time_goes_on_from_a_whole_state_alone(
     ref = launcher.submit(request_of(site, max_runtime="5m")).ref
     save(site, ref, 20, is_whole=is_whole)
     for step in mirrored:
-        site.objects.write(f"{ref.details['jobs'][0]['record_uri']}/small-try_step{step}/COMPLETE", b"{}")
+        place = f"{ref.details['jobs'][0]['record_uri']}/checkpoints/step-{step:06d}"
+        site.objects.write(f"{place}/COMPLETE", b"{}")
     # Either way the end is none: the second job runs out of time too, without having come further.
     with pytest.raises(CheckRefused, match=f"timeout .*it began {began}"):
         watch_to_its_end(site, launcher, ref)

@@ -210,7 +210,7 @@ class SageMakerBackend:
 
     def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
         """Return the mirror of the trial's run in the store."""
-        return StoreRecord(self._objects, _job_of(ref, trial)["record_uri"], run=ref.name)
+        return StoreRecord(self._objects, _job_of(ref, trial)["record_uri"])
 
     def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
         """Return the job's log streams."""

@@ -26,7 +26,6 @@ from strop.io.atomic import MANIFEST_NAME, is_complete, verify_directory
 from strop.io.redaction import redact
 from strop.launch.sagemaker.client import JobObjects
 from strop.launch.sagemaker.evaluation_files import EVALUATION_FOLDER, Worker, list_evaluation
-from strop.record.mirror.layout import TRACES
 from strop.store.policy import URI_VARIABLE
 from strop.store.uris import join_uri
 
@@ -154,8 +153,7 @@ def restore_newest(
 
 
 def _restore_mirror(uri: str, home: Path, newest: int | None, *, is_own: bool) -> Restored | None:
-    from strop.record.mirror.claim import LATEST_NAME
-    from strop.record.mirror.restore import find_remote_run, restore_run
+    from strop.record.mirror import LATEST_NAME, find_remote_run, restore_run
     from strop.store.s3_objects import S3Objects
 
     remote = find_remote_run(uri)
@@ -249,7 +247,7 @@ Send = Callable[[Path, str], None]
 
 def send_to_store(objects: JobObjects, record_uri: str, path: Path, name: str) -> None:
     """Send a file whole to the run's folder in a store."""
-    objects.write(f"{record_uri}/{TRACES}/{name}", path.read_bytes())
+    objects.write(f"{record_uri}/{name}", path.read_bytes())
 
 
 def copy_into(folder: Path, path: Path, name: str) -> None:
@@ -264,7 +262,7 @@ def copy_into(folder: Path, path: Path, name: str) -> None:
 class RecordUploader(Worker):
     """Sends changed files of the attempt, every few seconds and at the end.
 
-    They go to `traces/` of the run's folder in the store, or without network to the checkpoint directory. A
+    They go to the run's folder in the store, or without network to the checkpoint directory. A
     failing store delays only this thread.
     """
 
