@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from strop.errors import CheckRefused, StoreError
-from strop.hardware import process, spawn, tail, terminate
-from strop.hardware.process import step_back
+from strop.hardware import spawn, tail, terminate
 from tests.fixtures import waiting
 
 PYTHON = sys.executable
@@ -223,82 +222,3 @@ print(end_descendants(30.0), [os.path.exists(f"/proc/{pid}") for pid in (child.p
 
 def test_prc_4_everything_that_a_keeper_started_is_ended() -> None:
     assert output_of(_KEEPER) == "[] [False, False]\n"
-
-
-@pytest.fixture
-def leader() -> Iterator[int]:
-    """The process id of a session's leader."""
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        yield process.pid
-        process.kill()
-
-
-@pytest.fixture
-def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in of /proc: other systems and kernels than this one."""
-    monkeypatch.setattr(process, "_PROC", tmp_path)
-    return tmp_path
-
-
-def write_autogroups(proc: Path, own: str, pid: int) -> Path:
-    for name, text in (("self", own), (str(pid), "")):
-        (proc / name).mkdir()
-        (proc / name / "autogroup").write_text(text)
-    return proc / str(pid) / "autogroup"
-
-
-def test_a_member_of_a_session_does_not_pull_the_others_down() -> None:
-    with subprocess.Popen(["sleep", "60"], process_group=0) as process:
-        autogroup = Path(f"/proc/{process.pid}/autogroup")
-        before = autogroup.read_text() if autogroup.exists() else ""
-        assert step_back(process.pid, by=5)
-        assert (autogroup.read_text() if autogroup.exists() else "") == before
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
-        process.kill()
-
-
-@pytest.mark.parametrize(
-    ("own", "written"),
-    [
-        ("", "10"),
-        ("/autogroup-12 nice 3\n", "13"),
-        ("/autogroup-12 nice 15\n", "19"),
-        # A system without shares of sessions has processes.
-        (None, None),
-        ("not told here\n", None),
-    ],
-)
-def test_a_session_without_a_group_of_its_own_can_step_back_too(
-    proc: Path, leader: int, own: str | None, written: str | None
-) -> None:
-    autogroup = None if own is None else write_autogroups(proc, own, leader)
-    before = os.getpriority(os.PRIO_PROCESS, leader)
-    assert step_back(leader, by=10)
-    assert os.getpriority(os.PRIO_PROCESS, leader) == min(before + 10, 19)
-    if autogroup is not None and written is not None:
-        assert autogroup.read_text() == written
-
-
-def test_linux_that_wants_to_be_asked_less_often_is_asked_again_later(
-    proc: Path, leader: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, text: str) -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    write_autogroups(proc, "", leader)
-    before = os.getpriority(os.PRIO_PROCESS, leader)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", refuse)
-        assert not step_back(leader, by=10)
-    assert os.getpriority(os.PRIO_PROCESS, leader) == before
-    assert step_back(leader, by=10)
-
-
-def test_a_kernel_that_knows_no_priority_of_a_group_ends_nothing(
-    leader: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(which: int, who: int, priority: int) -> None:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "setpriority", refuse)
-    assert step_back(leader, by=0)

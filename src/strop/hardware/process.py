@@ -346,30 +346,3 @@ def list_running(processes: Iterable[Process]) -> list[Process]:
         return False
 
     return [process for process in processes if is_running(process)]
-
-
-MAX_NICENESS = 19
-_PROC = Path("/proc")
-
-
-def step_back(pid: int, *, by: int) -> bool:
-    """Lower the priority of the process group that `pid` leads, and of its session if it leads one.
-
-    With autogroups, niceness counts only within a session: see sched(7), 'The autogroup feature'. Return
-    False if nothing was done because Linux limits the rate of changes.
-    """
-    try:
-        if os.getsid(pid) == pid:
-            # A text such as '/autogroup-12 nice 0'. It is empty for a session without an autogroup, as in a
-            # container; such a session has the default share.
-            words = (_PROC / "self/autogroup").read_text().split()
-            own = int(words[-1]) if words else 0
-            (_PROC / str(pid) / "autogroup").write_text(str(min(own + by, MAX_NICENESS)))
-    except BlockingIOError:
-        return False  # Linux allows ten changes a second.
-    except (OSError, ValueError):
-        pass  # This system has no autogroups.
-    # Some container kernels have no priority of a group.
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PGRP, pid, min(os.getpriority(os.PRIO_PROCESS, 0) + by, MAX_NICENESS))
-    return True
