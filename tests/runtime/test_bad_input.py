@@ -11,8 +11,8 @@ import pytest
 
 from strop.errors import SandboxRefused
 from strop.runtime import host as of_hosts
-from strop.runtime.contract import StartRequest, State
-from strop.runtime.host import HostSettings, LocalHost
+from strop.runtime.contract import Options, State
+from strop.runtime.host import LocalHost
 from strop.sandbox import choose
 from strop.sandbox.ground import NUM_IDS
 from tests.fixtures.hosts import host_of, workspace_at
@@ -121,19 +121,15 @@ def test_a_node_does_without_an_engine_on_a_shared_disk(
     monkeypatch.setattr(choose, "_tried", {})
 
     async def ask() -> None:
-        host = LocalHost(HostSettings())
-        await host.open()
-        for image, is_there in (("host", True), ("img", False)):
-            request = StartRequest(image=image, command=("a",), session_id="s")
-            if is_there:
-                assert await host.fetch(request) is None
-                continue
-            with pytest.raises(SandboxRefused) as caught:
-                await host.fetch(request)
-            assert caught.value.kind == "image"
-            assert f"nfs4, over the network, mounted at {tmp_path}" in str(caught.value)
+        async with host_of() as orders:
+            await orders.start("plain")
+            await orders.wait_for("plain", State.READY)
+            await orders.start("image", image="img")
+            failed = await orders.wait_for("image", State.FAILED)
+            assert failed["failure_kind"] == "image_error"
+            assert f"nfs4, over the network, mounted at {tmp_path}" in failed["cause"]
 
     asyncio.run(ask())
     with pytest.raises(SandboxRefused) as caught:
-        asyncio.run(LocalHost(HostSettings(backends=("podman",))).open())
+        asyncio.run(LocalHost(Options(folder=tmp_path, backends=("podman",))).open())
     assert caught.value.kind == "graph_root"

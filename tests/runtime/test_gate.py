@@ -36,8 +36,8 @@ async def echo_server() -> AsyncIterator[tuple[str, int]]:
 
 @asynccontextmanager
 async def gate_of(connect: Connect) -> AsyncIterator[Gate]:
-    gate = Gate(connect, "127.0.0.1")
-    await gate.open()
+    gate = Gate("127.0.0.1")
+    await gate.open(connect)
     try:
         yield gate
     finally:

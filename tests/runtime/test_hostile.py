@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from strop.errors import ConfigError
 from strop.runtime.contract import SERVICE_KEY_HEADER
 from tests.fixtures.runtime_service import POLICY, Service, service, start_body, until
 
@@ -157,17 +156,6 @@ async def test_what_is_no_http_is_answered_and_the_next_is_served(tmp_path: Path
         for head in (b"\0\0\0", b"nonsense"):
             assert (await send_raw(it, head, send)).startswith(b"HTTP/1.1 400 ")
         assert (await it.client.get("/health")).status_code == 200
-
-
-async def test_no_keys_on_loopback_and_never_elsewhere(tmp_path: Path) -> None:
-    async with service(tmp_path / "a", disable_auth=True) as it:
-        assert it.key == ""
-        await it.start("S1")
-        assert len((await it.client.get("/list")).json()["runtimes"]) == 1
-    with pytest.raises(ConfigError, match="can be reached from other machines"):
-        async with service(tmp_path / "b", disable_auth=True, address="0.0.0.0"):
-            pass
-    assert not (tmp_path / "b").exists()
 
 
 async def test_changes_are_logged_and_keys_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any
 
 import pytest
@@ -9,17 +8,13 @@ import pytest
 from strop.runtime.contract import FailureKind, Slot, StartRequest, State
 from strop.runtime.gate import Gate
 from strop.runtime.queue import DRAIN_BEFORE_END_S, Node, explain_impossible, place
-from strop.runtime.session import BEGINNING, WORDS, Failure, Session
+from strop.runtime.session import BEGINNING, WORDS, Session
 from tests.fixtures.scripted_host import Script, ScriptedHost
 
 GIB = 1 << 30
 
 
-async def _nowhere() -> socket.socket:
-    raise ConnectionError
-
-
-GATE = Gate(_nowhere, "127.0.0.1")
+GATE = Gate("127.0.0.1")
 asyncio.run(GATE.close())
 
 
@@ -35,9 +30,9 @@ def session_of(name: str, *, owner: str = "ada", cpus: float = 1, gib: int = 1) 
     )
 
 
-def node_of(name: str, cpus: float, gib: int, *, cpu_factor: float = 1.0, **more: Any) -> Node:
+def node_of(name: str, cpus: float, gib: int, **more: Any) -> Node:
     host = ScriptedHost(cpus=cpus, memory_bytes=gib * GIB, script=Script(**more))
-    return Node(node_id=name, host=host, facts=host.facts(), cpu_factor=cpu_factor)
+    return Node(node_id=name, host=host, facts=host.facts())
 
 
 class Queue:
@@ -92,9 +87,8 @@ def test_the_node_that_is_left_with_the_least_takes_a_request() -> None:
     assert queue.take() == [("a", "small"), ("b", "large")]
 
 
-def test_processors_may_be_promised_more_than_once_and_memory_not() -> None:
-    # Each takes a GiB of memory, and another for its files.
-    queue = Queue(node_of("n", 1, 7, cpu_factor=4.0))
+def test_files_take_memory_too() -> None:
+    queue = Queue(node_of("n", 8, 7))
     queue.add(*"abcde")
     assert [name for name, _ in queue.take()] == ["a", "b", "c"]
 
@@ -102,8 +96,10 @@ def test_processors_may_be_promised_more_than_once_and_memory_not() -> None:
 def test_what_can_never_fit_is_told_in_numbers() -> None:
     small = [node_of("n", 2, 4)]
     assert explain_impossible(slot_of(gib=3), small) == ""
-    assert "memory_bytes 4.29497e+09 of 9.66368e+09" in explain_impossible(slot_of(gib=8), small)
-    assert "cpus 2 of 3" in explain_impossible(slot_of(cpus=3), small)
+    told = explain_impossible(slot_of(gib=8), small)
+    assert "takes 1 cpus and 9.66368e+09 memory_bytes" in told
+    assert "n has 2 cpus and 4.29497e+09 memory_bytes" in told
+    assert "takes 3 cpus" in explain_impossible(slot_of(cpus=3), small)
     # Nodes may still come.
     assert explain_impossible(slot_of(gib=8), []) == ""
     both = [node_of("wide", 8, 1), node_of("tall", 1, 8)]
@@ -151,7 +147,7 @@ TABLE: dict[tuple[str, str], list[tuple[State, FailureKind | None]]] = {
         (State.FAILED, FailureKind.CAPACITY),
     ],
     ("error", "unknown"): [(State.FAILED, FailureKind.INFRA_LOST)],
-    ("stopped", "not found"): [(State.STOPPED, kind) for kind in (None, *FailureKind)],
+    ("stopped", "not found"): [(State.STOPPED, None)],
 }
 
 
@@ -163,7 +159,7 @@ def session_in(state: State, kind: FailureKind | None = None) -> Session:
         key="k",
         request=StartRequest(image="img", command=("a",), session_id="s"),
         slot=Slot(cpus=1, memory_bytes=1, disk_bytes=1, processes=1),
-        failure=Failure(kind, "the cause") if kind else None,
+        failure_kind=kind,
         cause="the cause" if kind else "",
         gate=GATE,
         _output=b"the log",
@@ -175,7 +171,7 @@ def session_in(state: State, kind: FailureKind | None = None) -> Session:
 @pytest.mark.parametrize("words", TABLE)
 def test_each_state_and_failure_has_one_pair_of_words_and_no_null(words: tuple[str, str]) -> None:
     for state, kind in TABLE[words]:
-        record = session_in(state, kind).record(place="", expires_in_s=None)
+        record = session_in(state, kind).record(place="", expires_in_s=1.0)
         assert (record["status"], record["pod_status"]) == words
         # A client would fail on it.
         assert all(isinstance(record[name], str) for name in ("runtime_id", "url", "session_api_key"))

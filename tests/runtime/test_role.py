@@ -55,13 +55,10 @@ async def test_a_service_that_is_there_is_handed_over_and_withdrawn(
 
     async with runtime_service.service(tmp_path / "service") as running:
         url, key = running.url, running.key
-        for wrong, kind in (
-            (role_of(url, "a-key-that-is-not-its-own"), "key"),
-            (role_of("http://127.0.0.1:9", key), "service"),
-        ):
+        for wrong in (role_of(url, "a-key-that-is-not-its-own"), role_of("http://127.0.0.1:9", key)):
             with pytest.raises(SandboxRefused) as caught:
                 await wrong.start()
-            assert caught.value.kind == kind
+            assert caught.value.kind == "service"
             assert find_endpoint("runtime") is None
         role = role_of(url, key)
         await role.start()

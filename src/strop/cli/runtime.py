@@ -84,9 +84,6 @@ class ServeArguments:
     node: Annotated[
         str, typer.Option(metavar="K/FIRST", help="This is node K of a job; those after FIRST join it.")
     ] = "0/0"
-    disable_auth: Annotated[
-        bool, typer.Option("--disable-auth", help="Require no key; only on the loopback address.")
-    ] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --on: show everything; submit nothing.")
     ] = False
@@ -112,8 +109,8 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
             next_step="name the site with --on, or leave them out",
         )
     from strop.io.variables import LOG_FORMAT
-    from strop.runtime.host import HostSettings
-    from strop.runtime.serve import ServeOptions, read_policy, serve_until_signal
+    from strop.runtime.contract import Options
+    from strop.runtime.serve import read_policy, serve_until_signal
     from strop.runtime.service_dir import KEYS
 
     folder, address = args.dir.absolute(), _find_host(args.host, os.environ)
@@ -121,19 +118,15 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
     if node > first:
         join_service(args.dir)
     _words_of_hosts(args)
-    host = HostSettings(
+    options = Options(
+        folder=folder,
+        address=address,
+        port=args.port,
+        num_nodes=args.nodes,
+        policy=read_policy(args.policy),
         backends=tuple(name for name in args.backend or () if name != "auto"),
         network=args.network,
         registries=tuple(args.registry or ()),
-    )
-    options = ServeOptions(
-        folder=folder,
-        host=host,
-        address=address,
-        port=args.port,
-        disable_auth=args.disable_auth,
-        policy=read_policy(args.policy),
-        num_nodes=args.nodes,
     )
     # Each change of a sandbox is a line of the log.
     logging.basicConfig(format=LOG_FORMAT)
@@ -161,7 +154,6 @@ def fetch_images(
         typer.FileText,
         typer.Argument(metavar="FILE", help="Names of images, one a line; -: standard input."),
     ],
-    at_once: Annotated[int, typer.Option(min=1, help="Pulls at once.")] = 2,
 ) -> None:
     """Fetch images to this node; those that are here are left alone."""
     import asyncio
@@ -173,7 +165,7 @@ def fetch_images(
     output: Output = context.obj
     engine = next(filter(shutil.which, ENGINES), ENGINES[0])
     names = list(dict.fromkeys(images.read().split()))
-    num_failed = asyncio.run(prebuild(names, Images(engine), num_at_once=at_once, say=output.say))
+    num_failed = asyncio.run(prebuild(names, Images(engine), output.say))
     output.give(f"{len(names)} images, {num_failed} failed")
     if num_failed:
         raise typer.Exit(EXIT_FAILED)
@@ -187,7 +179,7 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
     from strop.launch.build_request import read_request
     from strop.launch.serving import SERVE
 
-    local_options = [name for name in ("host", "port", "disable_auth") if getattr(args, name)]
+    local_options = [name for name in ("host", "port") if getattr(args, name)]
     if local_options or args.dir != DEFAULT_FOLDER:
         raise ConfigError(
             f"{', '.join(local_options or ['dir'])} with --on {site}",

@@ -21,9 +21,9 @@ from strop.errors import SandboxError, SandboxLost
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_host_address
 from strop.io.endpoints import Endpoint, withdraw, write_endpoint
 from strop.record.fence import RAY_ADDRESS, RAY_TOKEN_PATH
-from strop.runtime.contract import Slot, StartRequest
+from strop.runtime.contract import Options, Slot, StartRequest
 from strop.runtime.gate import Gate, dial
-from strop.runtime.host import HostFacts, HostSettings, LocalHost, Server
+from strop.runtime.host import HostFacts, LocalHost, Server
 from strop.runtime.service import Service
 from strop.runtime.service_dir import START_LIMIT_S, wait_for_server
 from strop.sandbox.hosts import HostRequests, SandboxHost, answer_of
@@ -32,6 +32,7 @@ from strop.spec.layout import RAY_NODE_MODULE
 
 RAY = "ray"
 """The name of the head's address in the service's folder."""
+_TOKEN = "ray.token"
 _LOOK_EVERY_S = 2.0
 _log = logging.getLogger("strop.runtime.cluster")
 
@@ -39,31 +40,25 @@ _log = logging.getLogger("strop.runtime.cluster")
 class NodeHost(SandboxHost):
     """The host of a node: an actor, which also holds a port there for each server in a sandbox."""
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
-        self._local = LocalHost(settings)
+        self._local = LocalHost(options)
         self._gates: dict[str, Gate] = {}
 
     async def open(self) -> HostFacts:
         """Prepare it; see `LocalHost.open`."""
         return await self._local.open()
 
-    async def fetch(self, request: StartRequest) -> str | None:
-        """Return the id of an image; see `Host.fetch`."""
-        return await self._local.fetch(request)
-
-    async def make(
-        self, name: str, request: StartRequest, slot: Slot, image: str | None
-    ) -> tuple[dict[str, Any], str, Server]:
+    async def make(self, name: str, request: StartRequest, slot: Slot) -> tuple[dict[str, Any], str, Server]:
         """Make a sandbox; return its properties, the address of its server, and how that is started.
 
         Raises: as `Host.make`; CheckRefused if no port can be held.
         """
-        sandbox, server = await self._local.make(request, slot, image)
+        sandbox, server = await self._local.make(request, slot)
         properties = self.hold(name, sandbox)
         address = find_host_address(2, os.environ.get("GLOO_SOCKET_IFNAME"))
-        gate = self._gates[name] = Gate(partial(sandbox.connect, server.port), address)
-        await gate.open()
+        gate = self._gates[name] = Gate(address)
+        await gate.open(partial(sandbox.connect, server.port))
         return properties, gate.url, server
 
     async def end(self, name: str) -> bool:
@@ -92,27 +87,19 @@ class NodeSandbox(ServedSandbox):
 class RayHost:
     """A `Host` that is an actor on another node."""
 
-    def __init__(self, settings: HostSettings, ray_id: str) -> None:
+    def __init__(self, options: Options, ray_id: str) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # The service's own queue shares out the nodes' resources; Ray only has to pin the actor to its node.
         here = NodeAffinitySchedulingStrategy(ray_id, soft=False)
         make = ray.remote(NodeHost).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
-        self._actor: Any = make.remote(settings)
+        self.actor: Any = make.remote(options)
 
-    async def open(self) -> HostFacts:
-        """Prepare it; see `LocalHost.open`. Raises: also SandboxLost."""
-        return await answer_of(self._actor.open.remote(), _lost)
-
-    async def fetch(self, request: StartRequest) -> str | None:
-        """Return the id of an image; see `Host.fetch`."""
-        return await answer_of(self._actor.fetch.remote(request), _lost)
-
-    async def make(self, request: StartRequest, slot: Slot, image: str | None) -> tuple[NodeSandbox, Server]:
+    async def make(self, request: StartRequest, slot: Slot) -> tuple[NodeSandbox, Server]:
         """Return a fresh sandbox; see `Host.make`."""
-        requests = HostRequests(self._actor)
-        making = requests.keep(requests.make(self._actor.make, request, slot, image))
+        requests = HostRequests(self.actor)
+        making = requests.keep(requests.make(self.actor.make, request, slot))
         try:
             properties, url, server = await asyncio.shield(making)
         except BaseException:
@@ -121,33 +108,20 @@ class RayHost:
             raise
         return NodeSandbox(requests, url, **properties), server
 
-    async def wait_lost(self) -> str:
-        """Wait until it is dead and return why."""
-        try:
-            await answer_of(self._actor.stay.remote(), _lost)
-        except SandboxLost as error:
-            return str(error)
-        raise AssertionError("unreachable")
-
-
-def _lost(why: str) -> SandboxLost:
-    return SandboxLost(why, kind="infra")
-
 
 class RayHosts:
     """The Ray cluster of a service, with a host on each node."""
 
-    def __init__(self, settings: HostSettings, folder: Path, service: Service, num_nodes: int) -> None:
-        """`folder` gets the address and the token, and has to be seen by all nodes."""
+    def __init__(self, options: Options, service: Service) -> None:
+        """The service's folder gets the address and the token, and has to be seen by all nodes."""
         require_ray()
         for name in (RAY_ADDRESS, RAY_TOKEN_PATH):
             # Those of a job are for the cluster of its run.
             os.environ.pop(name, None)
-        self._settings = settings
-        self._folder = folder
+        self._options = options
         self._service = service
-        withdraw(folder, (RAY,))
-        self._head = RayHead(folder, num_nodes, _token_path(folder))
+        withdraw(options.folder, (RAY,))
+        self._head = RayHead(options.folder, options.num_nodes, options.folder / _TOKEN)
         self._known: dict[str, asyncio.Task[None] | None] = {}
         """The watch of each node's host, by Ray's id of the node; None where none works."""
         self._looking: asyncio.Task[None] | None = None
@@ -157,7 +131,7 @@ class RayHosts:
 
         Raises: EngineError if Ray does not start; SandboxRefused if no sandbox can be made on the first node.
         """
-        write_endpoint(self._folder, RAY, Endpoint(url=f"tcp://{await self._head.start()}", key=""))
+        write_endpoint(self._options.folder, RAY, Endpoint(url=f"tcp://{await self._head.start()}", key=""))
         await self._add_new()
         self._looking = asyncio.create_task(self._keep_looking())
 
@@ -165,7 +139,7 @@ class RayHosts:
         """End all of Ray."""
         for task in filter(None, (self._looking, *self._known.values())):
             task.cancel()
-        withdraw(self._folder, (RAY,))
+        withdraw(self._options.folder, (RAY,))
         await self._head.stop()
 
     async def _keep_looking(self) -> None:
@@ -182,12 +156,12 @@ class RayHosts:
         await asyncio.gather(*(self._add(one["NodeID"], one["NodeName"]) for one in new))
 
     async def _add(self, ray_id: str, name: str) -> None:
-        host = RayHost(self._settings, ray_id)
+        host = RayHost(self._options, ray_id)
         self._known[ray_id] = None
         try:
-            facts = await host.open()
+            facts: HostFacts = await answer_of(host.actor.open.remote(), _lost)
         except SandboxError as error:
-            if self._looking is None:
+            if self._looking is None and not self._service.nodes:
                 raise
             _log.warning("node %s has no sandboxes: %s", name, error)
             return
@@ -196,12 +170,15 @@ class RayHosts:
         self._known[ray_id] = asyncio.create_task(self._watch(ray_id, node_id, host))
 
     async def _watch(self, ray_id: str, node_id: str, host: RayHost) -> None:
-        self._service.drop_host(node_id, await host.wait_lost())
+        try:
+            await answer_of(host.actor.stay.remote(), _lost)
+        except SandboxLost as error:
+            self._service.drop_host(node_id, str(error))
         del self._known[ray_id]
 
 
-def _token_path(folder: Path) -> Path:
-    return folder / "ray.token"
+def _lost(why: str) -> SandboxLost:
+    return SandboxLost(why, kind="infra")
 
 
 def join(folder: Path) -> NoReturn:
@@ -214,7 +191,7 @@ def join(folder: Path) -> NoReturn:
     environ = {
         **os.environ,
         RAY_ADDRESS: found.url.removeprefix("tcp://"),
-        RAY_TOKEN_PATH: str(_token_path(folder.absolute())),
+        RAY_TOKEN_PATH: str(folder.absolute() / _TOKEN),
         # 0 is the head.
         NODE_VARIABLE: index if index != "0" else "1",
         NUM_NODES_VARIABLE: "2",

@@ -1,4 +1,4 @@
-"""What clients and the service tell each other: OpenHands' protocol (openhands-workspace 1.58.0).
+"""What a client asks for by OpenHands' protocol (openhands-workspace 1.58.0), and the options of a service.
 
 A client sends a `StartRequest` and receives records (`session`).
 """
@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 import shlex
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
-from urllib.parse import unquote
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator
+
+from strop.hardware.ports import LOOPBACK
 
 SERVICE_KEY_HEADER = "X-API-Key"
 """Holds the caller's key in requests to the service."""
-MAX_ID_CHARS = 256
-MAX_FACTOR = 1024.0
 INSIDE_PORT = 60000
 """Where a sandbox's own server listens; the clients' commands name it."""
-
-_NO_ID = (1 << 32) - 1
+_Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+_Name = Annotated[str, Field(pattern=r"^[^=\x00]+$")]
 
 
 class State(StrEnum):
@@ -29,7 +30,7 @@ class State(StrEnum):
     QUEUED = "queued"
     """It waits for a slot."""
     IMAGE = "image"
-    """Its image is being pulled."""
+    """Its image is fetched, and it is made."""
     STARTING = "starting"
     """It exists; its server does not answer yet."""
     READY = "ready"
@@ -52,7 +53,7 @@ class FailureKind(StrEnum):
     INFRA_LOST = "infra_lost"
     """Its node, allocation, disk or network is gone."""
     CAPACITY = "capacity"
-    """It can never fit, or no slot was free before its deadline."""
+    """It can never fit."""
 
 
 class Slot(BaseModel, frozen=True):
@@ -74,61 +75,59 @@ class Slot(BaseModel, frozen=True):
         )
 
 
+_PLAIN_SLOT = Slot(cpus=1.0, memory_bytes=2 << 30, disk_bytes=2 << 30, processes=512)
+
+
 class StartRequest(BaseModel, frozen=True):
-    """`POST /start`. Fields that are null count as left out; others, such as `runtime_class`, are ignored."""
+    """`POST /start`. Other fields, such as `runtime_class`, are ignored."""
 
     image: str = Field(pattern=r"^[^-\x00][^\x00]*$")
-    command: tuple[str, ...]
-    """Split into words as a shell would. The first replaces the image's entrypoint."""
+    command: tuple[_Text, ...] = Field(min_length=1)
+    """A text is split into words as a shell would. The first replaces the image's entrypoint."""
     working_dir: str = Field(default="/", pattern=r"^/[^\x00]*$")
-    environment: dict[str, str] = Field(default_factory=dict)
-    session_id: str
-    resource_factor: float = Field(default=1.0, gt=0.0, le=MAX_FACTOR, allow_inf_nan=False)
+    environment: dict[_Name, _Text] = Field(default_factory=dict)
+    session_id: str = Field(max_length=256, pattern=r"^[^./?#%\\\x00][^/?#%\\\x00]*$")
+    """Clients put it into a path unescaped, so a sandbox with another id could not be asked for."""
+    resource_factor: float = Field(default=1.0, gt=0.0, le=1024.0, allow_inf_nan=False)
     """Multiplies memory, processes and processors of a slot."""
-    run_as_user: int | None = Field(default=None, ge=0, lt=_NO_ID)
+    run_as_user: int | None = Field(default=None, ge=0, lt=(1 << 32) - 1)
     """A hint: the image's user that runs the programs, with the group of the same number, where the node can
     arrange it. `isolation` has their user on the host."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if value is not None}
-
-    @field_validator("session_id")
-    @classmethod
-    def _check_session_id(cls, value: str) -> str:
-        # Clients put an id into a path unescaped, so a sandbox with another id could not be asked for.
-        is_plain = not any(letter in value for letter in "/?#\\\0") and unquote(value) == value
-        if not (is_plain and 0 < len(value) <= MAX_ID_CHARS and value not in (".", "..")):
-            raise ValueError(
-                f"it has to have 1 to {MAX_ID_CHARS} characters, none of / ? # \\ or NUL, no % before two"
-                " hexadecimal digits, and not to be . or .."
-            )
-        return value
-
     @field_validator("command", mode="before")
     @classmethod
     def _split_command(cls, value: Any) -> Any:
-        if not isinstance(value, str | tuple):
-            raise ValueError("it is not a text")
-        words = tuple(shlex.split(value)) if isinstance(value, str) else value
-        if not words or not words[0] or any("\0" in word for word in words):
-            raise ValueError("it names no program")
-        return words
+        return tuple(shlex.split(value)) if isinstance(value, str) else value
 
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _read_environment(cls, variables: Any) -> Any:
-        if not isinstance(variables, dict):
-            raise ValueError("it is not an object")
-        texts = {}
-        for name, value in variables.items():
-            if not isinstance(value, bool | int | float | str) or "\0" in str(value):
-                raise ValueError(f"variable {name!r} is not a text")
-            if not name or "=" in name or "\0" in name:
-                raise ValueError(f"{name!r} cannot be the name of a variable")
-            texts[name] = str(value).lower() if isinstance(value, bool) else str(value)
-        return texts
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """The resources of a sandbox and its time limits, in seconds."""
+
+    slot: Slot = _PLAIN_SLOT
+    """The slot of a sandbox with a resource factor of 1."""
+    cpu_factor: float = 4.0
+    """How often a processor may be promised."""
+    idle_limit_s: float = 3600.0
+    """Since its address was used or its client asked for it. A paused sandbox is not idle."""
+    age_limit_s: float = 24 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of a service and its hosts."""
+
+    folder: Path
+    """Holds the keys and the address of this service alone."""
+    address: str = LOOPBACK
+    port: int = 0
+    """0: a free one."""
+    num_nodes: int = 1
+    """With more, hosts are actors of Ray on that many nodes, and on each that joins later."""
+    policy: Policy = field(default_factory=Policy)
+    backends: tuple[str, ...] = ()
+    """The allowed backends; the first that fits an image is taken. None: all that work on a node."""
+    network: str = "none"
+    registries: tuple[str, ...] = ()
+    """Where clients' images may be pulled from, as HOST or HOST:PORT."""

@@ -38,42 +38,37 @@ class Connections:
 
     def __init__(self, max_number: int = MAX_CONNECTIONS) -> None:
         self._max_number = max_number
-        self._peers: dict[asyncio.BaseTransport, str] = {}
+        self._peers: dict[asyncio.WriteTransport, str] = {}
         """The peers of the connections; the one that has been idle longest is first."""
         self.last_used_at = time.monotonic()
         """When one was last used, by the monotonic clock."""
 
-    def note_use(self, transport: asyncio.BaseTransport) -> None:
+    def note_use(self, transport: asyncio.WriteTransport) -> None:
         """Note bytes of a connection, or a new one; cut one off if there are too many."""
         peer = self._peers.pop(transport, None) or str((transport.get_extra_info("peername") or [""])[0])
         self._peers[transport] = peer
         self.last_used_at = time.monotonic()
         if len(self._peers) > self._max_number:
             (most, _), *_ = Counter(self._peers.values()).most_common(1)
-            self.cut(next(one for one, its_peer in self._peers.items() if its_peer == most))
+            idlest = next(one for one, its_peer in self._peers.items() if its_peer == most)
+            self.forget(idlest)
+            idlest.abort()
 
-    def forget(self, transport: asyncio.BaseTransport) -> None:
+    def forget(self, transport: asyncio.WriteTransport) -> None:
         """Forget a connection that has ended."""
         self._peers.pop(transport, None)
 
-    def cut(self, transport: asyncio.BaseTransport) -> None:
-        """End a connection."""
-        self.forget(transport)
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
-
     def cut_all(self) -> None:
         """End all connections."""
-        for transport in list(self._peers):
-            self.cut(transport)
+        for transport in self._peers:
+            transport.abort()
 
 
 class Gate:
     """One held port. Listened on from the start, served from `open`, released by `close`."""
 
-    def __init__(self, connect: Connect, host: str) -> None:
+    def __init__(self, host: str) -> None:
         """Hold a free port on one address of this machine. Raises: CheckRefused as `hold_listener`."""
-        self._connect = connect
         self._listener = hold_listener(host, 0)
         self.host, self.port = self._listener.getsockname()[:2]
         self._server: asyncio.Server | None = None
@@ -81,9 +76,10 @@ class Gate:
         self._tasks: set[asyncio.Task[None]] = set()
         self.connections = Connections()
 
-    async def open(self) -> None:
+    async def open(self, connect: Connect) -> None:
         """Serve connections from now on."""
-        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=_CHUNK_BYTES)
+        serve = partial(self._serve, connect)
+        self._server = await asyncio.start_server(serve, sock=self._listener, limit=_CHUNK_BYTES)
 
     @property
     def url(self) -> str:
@@ -100,7 +96,9 @@ class Gate:
         self.connections.cut_all()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, connect: Connect, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -111,7 +109,7 @@ class Gate:
                 first = await reader.read(_CHUNK_BYTES)
             try:
                 async with self._opening:
-                    inside = await self._connect()
+                    inside = await connect()
             except (OSError, SandboxError) as error:
                 await _refuse(reader, writer, given_of(error) or type(error).__name__)
             else:
@@ -173,9 +171,8 @@ def hold_listener(host: str, port: int) -> socket.socket:
 
     Raises: CheckRefused if the port is taken or the address is not this machine's.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), backlog=_BACKLOG)
     except OSError as error:
         raise CheckRefused(
             f"{host}:{port} cannot be listened on ({error.strerror or error})",
@@ -192,7 +189,7 @@ def hold_listener(host: str, port: int) -> socket.socket:
 async def dial(url: str) -> socket.socket:
     """Return a connection to a gate of another node. Raises: OSError."""
     host, _, port = url.removeprefix("http://").rpartition(":")
-    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    connection = socket.socket()
     connection.setblocking(False)
     try:
         await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))

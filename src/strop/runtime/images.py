@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
-import platform
 import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 from strop.errors import SandboxRefused, given_of
 from strop.sandbox.container import ENGINES
 from strop.store.policy import is_offline
 
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _TRANSIENT: tuple[str, ...] = (
     # Words, not status codes: a name, a port or a digest may contain such a number.
     *("toomanyrequests", "too many requests", "service unavailable", "bad gateway", "internal server error"),
@@ -47,8 +43,6 @@ class Images:
         self.engine = engine
         self._registries = registries
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self.num_pulls = 0
-        """Pulls so far."""
 
     async def fetch(self, image: str, policy: str) -> str:
         """Pull an image as its policy says; return its id.
@@ -56,23 +50,19 @@ class Images:
         Raises: SandboxRefused with kind image; registry or no_space if another node may be able to pull it.
         """
         if not _NAME.fullmatch(image):
-            raise _refused(f"{image!r} is not the name of an image")
+            raise SandboxRefused(f"{image!r} is not the name of an image", kind="image")
         local = await self._inspect(image)
         if local is None or policy == "Always":
             why = self._why_not_pulled(image, policy)
             if why and local is None:
-                raise _refused(f"image {image} is not on this node, and {why}")
+                raise SandboxRefused(f"image {image} is not on this node, and {why}", kind="image")
             if why:
                 _log.info("%s: %s is used as it is here", why, image)
             else:
                 local = await self._pull_in_turn(image, policy)
         if local is None:
-            raise _refused(f"image {image} is not here after its pull")
-        architecture = local.get("Architecture", "")
-        wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
-        if architecture not in ("", wanted):
-            raise _refused(f"image {image} is made for {architecture}, and this node is {wanted}")
-        return str(local["Id"])
+            raise SandboxRefused(f"image {image} is not here after its pull", kind="image")
+        return local
 
     def _why_not_pulled(self, image: str, policy: str) -> str:
         """Return why an image may not be pulled; empty if it may."""
@@ -88,25 +78,24 @@ class Images:
             return f"clients' images are not pulled from {registry} (--registry of the node lists from where)"
         return ""
 
-    async def _inspect(self, image: str) -> dict[str, Any] | None:
-        """Return what the engine knows of an image, None if it is not on this node."""
-        code, output = await self._run(_INSPECT_LIMIT_S, "image", "inspect", image)
+    async def _inspect(self, image: str) -> str | None:
+        """Return the id of an image, None if it is not on this node."""
+        code, output = await self._run(_INSPECT_LIMIT_S, "image", "inspect", "--format={{.Id}}", image)
         # Warnings follow on standard error.
-        return None if code else dict(json.JSONDecoder().raw_decode(output.lstrip())[0][0])
+        return None if code else output.split()[0]
 
-    async def _pull_in_turn(self, image: str, policy: str) -> dict[str, Any] | None:
+    async def _pull_in_turn(self, image: str, policy: str) -> str | None:
         turn = self._turns.setdefault(image, asyncio.Lock())
         async with turn:
             # Another sandbox may have pulled it meanwhile.
             if policy == "Always" or await self._inspect(image) is None:
                 _log.info("pulls %s", image)
-                self.num_pulls += 1
                 # Without a transport podman takes `dir:/etc` or `docker-archive:FILE` for files of the host.
                 source = f"docker://{image}" if self.engine == "podman" else image
                 code, output = await self._run(_PULL_LIMIT_S, "pull", "--quiet", source)
                 if code:
                     cause = f"image {image} cannot be pulled: {output.strip()[-_SHOWN_CHARACTERS:]}"
-                    raise _refused(cause, kind_of(output))
+                    raise SandboxRefused(cause, kind=kind_of(output))
         return await self._inspect(image)
 
     async def _run(self, limit_s: float, *words: str) -> tuple[int, str]:
@@ -116,7 +105,7 @@ class Images:
         """
         program = shutil.which(self.engine)
         if program is None:
-            raise _refused(f"{self.engine} is not installed on this node")
+            raise SandboxRefused(f"{self.engine} is not installed on this node", kind="image")
         pipe = asyncio.subprocess.PIPE
         null = asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(program, *words, stdin=null, stdout=pipe, stderr=pipe)
@@ -139,24 +128,14 @@ def kind_of(output: str) -> str:
     return "registry" if any(word in output.lower() for word in _TRANSIENT) else "image"
 
 
-def _refused(cause: str, kind: str = "image") -> SandboxRefused:
-    return SandboxRefused(cause, kind=kind)
-
-
-async def prebuild(
-    images: Sequence[str], store: Images, *, num_at_once: int, say: Callable[[str], None]
-) -> int:
+async def prebuild(images: Sequence[str], store: Images, say: Callable[[str], None]) -> int:
     """Fetch images before a run needs them; return how many failed. Those that are here are not pulled."""
-    turn = asyncio.Semaphore(num_at_once)
-
-    async def fetch(image: str) -> bool:
-        async with turn:
-            try:
-                await store.fetch(image, "IfNotPresent")
-            except SandboxRefused as refusal:
-                say(f"{image}: {refusal.kind}: {given_of(refusal)}")
-                return False
-        say(f"{image}: done")
-        return True
-
-    return (await asyncio.gather(*map(fetch, images))).count(False)
+    num_failed = 0
+    for image in images:
+        try:
+            await store.fetch(image, "IfNotPresent")
+            say(f"{image}: done")
+        except SandboxRefused as refusal:
+            num_failed += 1
+            say(f"{image}: {refusal.kind}: {given_of(refusal)}")
+    return num_failed

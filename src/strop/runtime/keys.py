@@ -8,7 +8,6 @@ own key, which is in its record.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 import stat
 from pathlib import Path
@@ -17,8 +16,6 @@ from strop.errors import ConfigError
 from strop.io.endpoints import write_secret
 
 MIN_KEY_CHARS = 16
-ANYONE = "anyone"
-"""The owner of all sandboxes of a service without keys."""
 
 
 def new_key() -> str:
@@ -68,20 +65,6 @@ def read_keys(path: Path) -> dict[str, str]:
     if not owners:
         raise _bad(path, "has no key")
     return owners
-
-
-def require_keys_or_loopback(host: str) -> None:
-    """Refuse to serve without keys on an address that other machines can reach. Raises: ConfigError."""
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ConfigError(
-            f"keys are not asked for, and {host} can be reached from other machines",
-            allowed="no keys on a loopback address only",
-            next_step="leave --disable-auth out, or serve on 127.0.0.1",
-        )
 
 
 def _bad(path: Path, fault: str) -> ConfigError:

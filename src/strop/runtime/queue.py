@@ -34,8 +34,7 @@ class Node:
     node_id: str
     host: Host
     facts: HostFacts
-    cpu_factor: float = 1.0
-    """How often a processor may be promised."""
+    """With as many processors as may be promised."""
     opened_at: float = field(default_factory=time.monotonic)
     taken: set[Session] = field(default_factory=set)
 
@@ -48,7 +47,7 @@ class Node:
     @property
     def has(self) -> tuple[float, float]:
         """What it may promise of each resource."""
-        return self.cpu_factor * self.facts.cpus, float(self.facts.memory_bytes)
+        return self.facts.cpus, float(self.facts.memory_bytes)
 
     @property
     def used(self) -> tuple[float, float]:
@@ -93,17 +92,16 @@ def place(waiting: Iterable[Session], nodes: Collection[Node]) -> Iterator[tuple
 
 def explain_impossible(slot: Slot, nodes: Collection[Node]) -> str:
     """Explain why no node could ever hold a slot; empty if one could, or if there is no node."""
-    short = [
-        [
-            f"node {node.node_id} has {name} {has:g} of {wanted:g}"
-            for name, has, wanted in zip(RESOURCES, node.has, needs_of(slot), strict=True)
-            if wanted > has + _ROUNDING
-        ]
-        for node in nodes
-    ]
-    if not short or not all(short):
-        return ""
-    return f"no node can ever hold it: {', '.join(fault for faults in short for fault in faults)}"
+    needs = needs_of(slot)
+    for node in nodes:
+        if all(wanted <= has + _ROUNDING for wanted, has in zip(needs, node.has, strict=True)):
+            return ""
+    told = [f"node {node.node_id} has {_describe(node.has)}" for node in nodes]
+    return f"it takes {_describe(needs)}, more than any can hold: {'; '.join(told)}" if told else ""
+
+
+def _describe(amounts: tuple[float, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in zip(RESOURCES, amounts, strict=True))
 
 
 def _sum_of(sessions: Iterable[Session]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from strop.errors import SandboxLost, SandboxRefused
+from strop.errors import SandboxLost, SandboxRefused, describe_error
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.runtime.contract import SERVICE_KEY_HEADER
@@ -57,7 +57,7 @@ class RuntimeRole:
                 serve_argv(sys.executable, str(self._folder), *backend_words(self._spec.backend)),
                 self._folder / "serve.log",
             )
-        return await wait_for_server(self._folder, RUNTIME, limit_s=_SERVICE_LIMIT_S, check=self._check)
+        return await wait_for_server(self._folder, RUNTIME, limit_s=_SERVICE_LIMIT_S, check=self.find_failure)
 
     async def stop(self) -> None:
         """End a service that was started here, with all of its sandboxes. May be called twice."""
@@ -65,11 +65,6 @@ class RuntimeRole:
         child, self._child = self._child, None
         if child is not None:
             await asyncio.to_thread(terminate, child, _SERVICE_GRACE_S)
-
-    def _check(self) -> None:
-        failure = self.find_failure()
-        if failure is not None:
-            raise failure
 
     def find_failure(self) -> SandboxLost | None:
         """Return an error with the last log lines of a service that was started here, if it has ended."""
@@ -84,21 +79,20 @@ class RuntimeRole:
 
 
 async def _require_service(endpoint: Endpoint) -> None:
-    """Refuse a service that does not answer, or not to its key. Raises: SandboxRefused: service or key."""
+    """Refuse a service that does not answer, or not to its key. Raises: SandboxRefused with kind service."""
     import httpx
 
     try:
         # Proxies in the environment lead out of the cluster; the service is inside.
         async with httpx.AsyncClient(trust_env=False, timeout=_ANSWER_LIMIT_S) as http:
             answer = await http.get(f"{endpoint.url}/list", headers={SERVICE_KEY_HEADER: endpoint.key})
-        kind = {200: "", 401: "key"}.get(answer.status_code, "service")
-        why = f"it answered {answer.status_code}"
+        why = "" if answer.is_success else f"it answered {answer.status_code}"
     except httpx.HTTPError as error:
-        why, kind = f"it does not answer: {type(error).__name__} {error}", "service"
-    if kind:
+        why = f"it does not answer: {describe_error(error)}"
+    if why:
         raise SandboxRefused(
             f"runtime.url={endpoint.url}: {why}",
             allowed="a sandbox service that runs, and its key in runtime.key_file",
             next_step="look at its log, and at the key file",
-            kind=kind,
+            kind="service",
         )

@@ -9,7 +9,6 @@ Not covered: encryption. Bind it to a network that only its users share.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import platform
 import resource
@@ -17,7 +16,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -28,16 +26,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from strop.errors import CheckRefused, ConfigError
-from strop.hardware.ports import LOOPBACK
 from strop.io.endpoints import RUNTIME, Endpoint, withdraw, write_endpoint
 from strop.io.lock import FileLock
+from strop.runtime.contract import Options, Policy
 from strop.runtime.gate import Connections, hold_listener
-from strop.runtime.host import HostSettings, LocalHost
-from strop.runtime.keys import open_keys, read_keys, require_keys_or_loopback
+from strop.runtime.host import LocalHost
+from strop.runtime.keys import open_keys, read_keys
 from strop.runtime.routes import build_app
-from strop.runtime.service import Policy, Service
+from strop.runtime.service import Service
 from strop.runtime.service_dir import KEYS
-from strop.sandbox.allowlist import ALLOWED, parse_network
 from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.local import shown_folders
 
@@ -49,30 +46,14 @@ _KEEP_ALIVE_S = 75
 _log = logging.getLogger("strop.runtime.serve")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
-    """Options of a service."""
-
-    folder: Path
-    """Holds the keys and the address of this service alone."""
-    host: HostSettings
-    address: str = LOOPBACK
-    port: int = 0
-    """0: a free one."""
-    disable_auth: bool = False
-    policy: Policy = field(default_factory=Policy)
-    num_nodes: int = 1
-    """With more, hosts are actors of Ray on that many nodes, and on each that joins later."""
-
-
-async def serve(options: ServeOptions, on_ready: Callable[[Endpoint, Service], None]) -> None:
+async def serve(options: Options, on_ready: Callable[[Endpoint, Service], None]) -> None:
     """Serve until this is cancelled; call `on_ready` once clients may connect.
 
     Raises: ConfigError for invalid keys or options; SandboxRefused if no backend works here; CheckRefused if
         the port is taken or another service has the folder; EngineError if Ray does not start.
     """
     folder, keys_path = options.folder, options.folder / KEYS
-    _check(options)
+    _check(folder)
     folder.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
         lock = FileLock(folder / "service.lock")
@@ -85,13 +66,15 @@ async def serve(options: ServeOptions, on_ready: Callable[[Endpoint, Service], N
         stack.callback(lock.release)
         retire = partial(withdraw, folder, (RUNTIME,))
         retire()
-        owners = None if options.disable_auth else open_keys(keys_path, "default")
-        _raise_descriptor_limit()
+        owners = open_keys(keys_path, "default")
+        # Each sandbox has its own port here.
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         listener = stack.enter_context(hold_listener(options.address, options.port))
         service = Service(policy=options.policy, address=options.address)
         await _open_hosts(options, service, stack)
         url = f"http://{options.address}:{listener.getsockname()[1]}"
-        endpoint = Endpoint(url=url, key=[*owners][-1] if owners else "")
+        endpoint = Endpoint(url=url, key=[*owners][-1])
         await stack.enter_async_context(_answering(build_app(service, owners), listener))
         write_endpoint(folder, RUNTIME, endpoint)
         # First of all, so that nobody finds a service that ends.
@@ -101,27 +84,26 @@ async def serve(options: ServeOptions, on_ready: Callable[[Endpoint, Service], N
         while True:
             await asyncio.sleep(_TICK_S)
             service.tick()
-            if owners is not None:
-                try:
-                    new = read_keys(keys_path)
-                    owners.clear()
-                    owners.update(new)
-                except ConfigError as error:
-                    _log.warning("keys stay as they were: %s", error)
+            try:
+                new = read_keys(keys_path)
+                owners.clear()
+                owners.update(new)
+            except ConfigError as error:
+                _log.warning("keys stay as they were: %s", error)
 
 
-async def _open_hosts(options: ServeOptions, service: Service, stack: AsyncExitStack) -> None:
+async def _open_hosts(options: Options, service: Service, stack: AsyncExitStack) -> None:
     """Give a service its hosts; `stack` ends them with their sandboxes."""
     if options.num_nodes == 1:
         stack.push_async_callback(asyncio.to_thread, clear_abandoned)
         stack.push_async_callback(service.close)
-        host = LocalHost(options.host)
+        host = LocalHost(options)
         service.add_host(platform.node(), host, await host.open())
         return
     # Imported here: one machine needs no Ray.
     from strop.runtime.cluster import RayHosts
 
-    hosts = RayHosts(options.host, options.folder, service, options.num_nodes)
+    hosts = RayHosts(options, service)
     stack.push_async_callback(hosts.stop)
     stack.push_async_callback(service.close)
     await hosts.start()
@@ -171,32 +153,27 @@ async def _answering(app: FastAPI, listener: socket.socket) -> AsyncIterator[Non
         await asyncio.gather(*state.tasks, return_exceptions=True)
 
 
-async def serve_until_signal(options: ServeOptions, on_ready: Callable[[Endpoint], None]) -> None:
+async def serve_until_signal(options: Options, on_ready: Callable[[Endpoint], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises: as `serve`."""
 
     def begin(endpoint: Endpoint, _: Service) -> None:
-        # Ray has put its own handler in front, which recurses without end if it was put there twice.
-        _cancel_on_signal(serving)
+        # Ray has put its own handlers in front, which abort the process at a second signal.
+        listen()
         on_ready(endpoint)
 
+    def listen() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, cancel)
+
+    def cancel() -> None:
+        # A second signal must not end the clean-up.
+        if not serving.cancelling():
+            serving.cancel()
+
     serving = asyncio.create_task(serve(options, begin))
-    _cancel_on_signal(serving)
-    # Imported modules never become garbage, and many starts at once allocate long-lived objects.
-    gc.freeze()
-    gc.set_threshold(50_000)
+    listen()
     with suppress(asyncio.CancelledError):
         await serving
-
-
-def _cancel_on_signal(task: asyncio.Task[None]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, partial(_cancel_once, task))
-
-
-def _cancel_once(task: asyncio.Task[None]) -> None:
-    # A second signal must not end the clean-up.
-    if not task.cancelling():
-        task.cancel()
 
 
 def read_policy(text: str) -> Policy:
@@ -211,28 +188,12 @@ def read_policy(text: str) -> Policy:
         ) from error
 
 
-def _check(options: ServeOptions) -> None:
-    """Refuse options that cannot be, before anything is started. Raises: ConfigError."""
-    if options.disable_auth:
-        require_keys_or_loopback(options.address)
-    try:
-        parse_network(options.host.network)
-    except ValueError as error:
-        raise ConfigError(
-            f"network {options.host.network!r}: {error}", allowed=ALLOWED, next_step="give one of them"
-        ) from error
+def _check(folder: Path) -> None:
+    """Refuse a folder that sandboxes see. Raises: ConfigError."""
     for shown in shown_folders():
-        if (options.folder / KEYS).resolve().is_relative_to(shown):
+        if folder.resolve().is_relative_to(shown):
             raise ConfigError(
-                f"{options.folder} is in {shown}, which sandboxes see",
+                f"{folder} is in {shown}, which sandboxes see",
                 allowed="a folder of the service that no sandbox sees",
                 next_step="name another one with --dir",
             )
-
-
-def _raise_descriptor_limit() -> None:
-    """Raise the limit of open files to the hard limit: each sandbox has its own port here."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -11,48 +11,53 @@ import logging
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from socket import socket
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
-from fastapi import HTTPException
+from fastapi import Depends, HTTPException, Request
+from pydantic import BaseModel, Field
 
 from strop.errors import CheckRefused, SandboxError, SandboxLost, describe_error, given_of
-from strop.runtime.contract import FailureKind, Slot, StartRequest, State
+from strop.runtime.contract import FailureKind, Policy, StartRequest, State
 from strop.runtime.gate import Gate
 from strop.runtime.host import Host, HostFacts
 from strop.runtime.keys import new_key
 from strop.runtime.queue import Node, explain_impossible, place
-from strop.runtime.session import Failure, Session
+from strop.runtime.session import Session
 from strop.sandbox.served import ServedSandbox
 
 STOP_WAIT_S = 5.0
-MAX_ALIVE = 10_000
-"""Further starts are answered with 429."""
+MAX_LEASE_S = 7 * 24 * 3600.0
 HOLD_S = 5.0
 """How long a request for a beginning sandbox is held."""
 _MAX_ENDED = 4096
 """Ended sandboxes are kept, since clients read how they ended."""
-_GIB = 1 << 30
-_PLAIN_SLOT = Slot(cpus=1.0, memory_bytes=2 * _GIB, disk_bytes=2 * _GIB, processes=512)
 _log = logging.getLogger("strop.runtime")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """The resources of a sandbox and its time limits, in seconds."""
+class LeaseCall(BaseModel):
+    """`POST /leases`."""
 
-    slot: Slot = _PLAIN_SLOT
-    """The slot of a sandbox with a resource factor of 1."""
-    cpu_factor: float = 4.0
-    """How often a processor may be promised."""
-    queue_limit_s: float = 1800.0
-    idle_limit_s: float = 3600.0
-    """Since its address was used or its client asked for it. A paused sandbox is not idle."""
-    age_limit_s: float = 24 * 3600.0
+    lease_s: float = Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)
+    runtime_ids: list[str] | None = None
+    """None: all sandboxes of the owner."""
+
+
+class RuntimeCall(BaseModel):
+    """`POST /stop`, `/pause` and `/resume`."""
+
+    runtime_id: str = Field(min_length=1)
+
+
+def _owner_of(request: Request) -> str:
+    return str(request.state.owner)
+
+
+Owner = Annotated[str, Depends(_owner_of)]
+"""Whose key a request has."""
+Record = dict[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -69,16 +74,15 @@ class Service:
     """In the order of arrival."""
     counts: Counter[str] = field(default_factory=Counter)
     """Metrics of events: names, with their labels."""
-
-    def __post_init__(self) -> None:
-        self._ended: deque[Session] = deque()
-        self._tasks: set[asyncio.Task[Any]] = set()
+    _ended: deque[Session] = field(default_factory=deque)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     # Nodes and slots.
 
     def add_host(self, node_id: str, host: Host, facts: HostFacts) -> None:
         """Use a host that is open."""
-        self.nodes[node_id] = Node(node_id=node_id, host=host, facts=facts, cpu_factor=self.policy.cpu_factor)
+        promised = replace(facts, cpus=self.policy.cpu_factor * facts.cpus)
+        self.nodes[node_id] = Node(node_id=node_id, host=host, facts=promised)
         _log.info("node %s on %s: joined", node_id, facts.name)
         self._dispatch()
 
@@ -89,7 +93,7 @@ class Service:
         cause = f"node {node_id} on {node.facts.name} is lost: {why}"
         _log.warning("%s", cause)
         for session in list(node.taken):
-            self._fail(session, Failure(FailureKind.INFRA_LOST, cause))
+            self._end(session, cause, FailureKind.INFRA_LOST)
 
     def waiting(self) -> list[Session]:
         """Return the sandboxes that wait for a slot, in the order of arrival."""
@@ -102,52 +106,25 @@ class Service:
     def _dispatch(self) -> None:
         """Give free slots to the next waiting sandboxes."""
         for session, node in place(self.waiting(), self.nodes.values()):
-            session.node = node
+            session.node_id = node.node_id
             session.enter(State.IMAGE)
             session.living = self._spawn(self._live(session, node))
 
     async def _live(self, session: Session, node: Node) -> None:
         try:
-            failure = await session.live(node.host)
+            kind, cause = await session.live(node.host)
         except Exception as error:
             _log.exception("sandbox %s", session.runtime_id)
-            failure = Failure(FailureKind.INFRA_LOST, describe_error(error))
-        self._fail(session, failure)
+            kind, cause = FailureKind.INFRA_LOST, describe_error(error)
+        self._end(session, cause, kind)
 
-    async def _clear(self, session: Session) -> None:
-        """Release the address of a sandbox that has ended, remove what is left of it, and free its slot."""
-        await session.gate.close()
-        if session.living is not None and session.node is not None:
-            session.living.cancel()
-            await asyncio.wait([session.living])
-            if session.sandbox is not None:
-                try:
-                    await session.sandbox.stop()
-                except SandboxLost:
-                    _log.warning("%s did not end in time", session.runtime_id)
-            session.node.taken.discard(session)
-            self._dispatch()
-
-    async def _connect(self, runtime_id: str) -> socket:
-        """Return a connection to the server in a sandbox, for its gate. Raises: OSError, SandboxError."""
-        return await self.by_runtime[runtime_id].connect()
-
-    # Ends.
-
-    def _fail(self, session: Session, failure: Failure) -> None:
-        """End a sandbox that cannot go on. No-op if it has ended."""
-        if session.is_alive:
-            session.failure = failure
-            self.counts[f'failures_total{{kind="{failure.kind}"}}'] += 1
-            self._end(session, State.FAILED, failure.cause)
-
-    def _end(self, session: Session, state: State, cause: str) -> None:
-        """End a sandbox. No-op if it has ended."""
+    def _end(self, session: Session, cause: str, kind: FailureKind | None = None) -> None:
+        """End a sandbox, with a failure or as it was asked for. No-op if it has ended."""
         if not session.is_alive:
             return
-        session.cause = cause
-        session.enter(state)
-        self.counts[f'ends_total{{state="{state}"}}'] += 1
+        session.cause, session.failure_kind = cause, kind
+        session.enter(State.FAILED if kind else State.STOPPED)
+        self.counts[f'ends_total{{failure="{kind or ""}"}}'] += 1
         session.clearing = self._spawn(self._clear(session))
         self._ended.append(session)
         if len(self._ended) > _MAX_ENDED:
@@ -156,33 +133,45 @@ class Service:
             if self.by_name.get((oldest.owner, oldest.session_id)) is oldest:
                 del self.by_name[oldest.owner, oldest.session_id]
 
+    async def _clear(self, session: Session) -> None:
+        """Release the address of a sandbox that has ended, remove what is left of it, and free its slot."""
+        await session.gate.close()
+        if session.living is not None:
+            session.living.cancel()
+            await asyncio.wait([session.living])
+            if session.sandbox is not None:
+                try:
+                    await session.sandbox.stop()
+                except SandboxLost:
+                    _log.warning("%s did not end in time", session.runtime_id)
+            if (node := self.nodes.get(session.node_id)) is not None:
+                node.taken.discard(session)
+            self._dispatch()
+
     def tick(self) -> None:
         """End sandboxes at their limits. Called every second."""
         policy, now = self.policy, time.monotonic()
         for session in self.alive():
             used_at = max(session.asked_at, session.gate.connections.last_used_at)
-            if session.state is State.QUEUED and now - session.begun_at > policy.queue_limit_s:
-                cause = f"no slot was free for it within {policy.queue_limit_s:g} s"
-                self._fail(session, Failure(FailureKind.CAPACITY, cause))
-            elif session.lease_s is not None and now - session.renewed_at > session.lease_s:
-                self._end(session, State.STOPPED, f"its lease of {session.lease_s:g} s was not renewed")
+            if now > session.lease_ends_at:
+                self._end(session, "its lease was not renewed")
             elif now - session.begun_at > policy.age_limit_s:
-                self._end(session, State.STOPPED, f"it reached the age of {policy.age_limit_s:g} s")
+                self._end(session, f"it reached the age of {policy.age_limit_s:g} s")
             elif session.state is not State.PAUSED and now - used_at > policy.idle_limit_s:
-                self._end(session, State.STOPPED, f"it was idle for {policy.idle_limit_s:g} s")
+                self._end(session, f"it was idle for {policy.idle_limit_s:g} s")
 
     async def close(self) -> None:
         """End all sandboxes."""
         for session in self.alive():
-            self._end(session, State.STOPPED, "the service ends")
+            self._end(session, "the service ends")
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # What clients ask.
+    # What clients ask; `routes` has the paths. Refusals are HTTPExceptions.
 
-    async def start(self, owner: str, request: StartRequest) -> Session:
+    async def start(self, request: StartRequest, owner: Owner) -> Record:
         """Return the live sandbox of a session id, or a new one. Its address is final.
 
-        Raises: HTTPException; 503 if no port could be held.
+        Refused with 409 for another image, 503 if no port could be held.
         """
         live = self.by_name.get((owner, request.session_id))
         if live is not None and live.is_alive:
@@ -190,17 +179,15 @@ class Service:
                 raise HTTPException(409, f"session {request.session_id} has image {live.request.image}")
             live.asked_at = time.monotonic()
             if live.state is State.PAUSED:
+                # A client whose resume has failed starts it again.
                 self._spawn(self._resume_quietly(live))
-            return live
-        if len(self.alive()) >= MAX_ALIVE:
-            raise HTTPException(429, f"{MAX_ALIVE} sandboxes live here, as many as may")
-        runtime_id = uuid.uuid4().hex
+            return self.record(live)
         try:
-            gate = Gate(partial(self._connect, runtime_id), self.address)
+            gate = Gate(self.address)
         except CheckRefused as error:
             raise HTTPException(503, given_of(error)) from error
         session = Session(
-            runtime_id=runtime_id,
+            runtime_id=uuid.uuid4().hex,
             session_id=request.session_id,
             owner=owner,
             key=new_key(),
@@ -208,58 +195,41 @@ class Service:
             slot=self.policy.slot.times(request.resource_factor),
             gate=gate,
         )
-        self.by_name[owner, session.session_id] = self.by_runtime[runtime_id] = session
+        self.by_name[owner, session.session_id] = self.by_runtime[session.runtime_id] = session
         self.counts["starts_total"] += 1
         if cause := explain_impossible(session.slot, self.nodes.values()):
-            self._fail(session, Failure(FailureKind.CAPACITY, cause))
+            self._end(session, cause, FailureKind.CAPACITY)
         else:
-            await gate.open()
+            await gate.open(session.connect)
             self._dispatch()
-        return session
+        return self.record(session)
 
-    def find(self, owner: str, session_id: str) -> Session:
-        """Return the newest sandbox of a session id. Raises: HTTPException with 404."""
-        session = self.by_name.get((owner, session_id))
-        if session is None:
-            raise HTTPException(404, f"no session {session_id}; any of an earlier service is infra_lost")
-        session.asked_at = time.monotonic()
-        return session
+    async def read(self, session_id: str, owner: Owner) -> Record:
+        """Return the newest sandbox of a session id, once it is ready or has ended, after `HOLD_S` at most.
 
-    def find_runtime(self, owner: str, runtime_id: str) -> Session:
-        """Return a sandbox by its runtime id. Raises: HTTPException with 404, also for another owner's."""
-        session = self.by_runtime.get(runtime_id)
-        if session is None or session.owner != owner:
-            raise HTTPException(404, f"no runtime {runtime_id}; any of an earlier service is infra_lost")
-        session.asked_at = time.monotonic()
-        return session
-
-    def list_all(self, owner: str) -> list[Session]:
-        """Return the owner's sandboxes that were not stopped."""
-        return [
-            session
-            for (name, _), session in self.by_name.items()
-            if name == owner and session.state is not State.STOPPED
-        ]
-
-    async def wait(self, session: Session) -> None:
-        """Wait until a beginning sandbox is ready or has ended, for `HOLD_S` at most."""
+        Refused with 404 for an unknown one.
+        """
+        session = self._find(self.by_name.get((owner, session_id)), owner)
         with suppress(TimeoutError):
             async with asyncio.timeout(HOLD_S):
                 await session.settled.wait()
+        return self.record(session)
 
-    async def stop(self, owner: str, runtime_id: str) -> Session:
-        """End a sandbox; nothing is left of it by then, or within seconds. Raises: HTTPException 404."""
-        session = self.find_runtime(owner, runtime_id)
-        self._end(session, State.STOPPED, "its client stopped it")
-        # If it had failed, its client knows now.
-        session.enter(State.STOPPED)
+    async def list_all(self, owner: Owner) -> Record:
+        """Return the owner's living sandboxes."""
+        return {"runtimes": [self.record(one) for one in self.alive() if one.owner == owner]}
+
+    async def stop(self, call: RuntimeCall, owner: Owner) -> Record:
+        """End a sandbox; nothing is left of it by then, or within seconds. Refused with 404."""
+        session = self._find(self.by_runtime.get(call.runtime_id), owner)
+        self._end(session, "its client stopped it")
         if session.clearing is not None:
             await asyncio.wait([session.clearing], timeout=STOP_WAIT_S)
-        return session
+        return self.record(session)
 
-    async def pause(self, owner: str, runtime_id: str) -> Session:
-        """Freeze a sandbox. Raises: HTTPException 404, 409 unless it is ready, 503."""
-        session = self.find_runtime(owner, runtime_id)
+    async def pause(self, call: RuntimeCall, owner: Owner) -> Record:
+        """Freeze a sandbox. Refused with 404, 409 unless it is ready, 503."""
+        session = self._find(self.by_runtime.get(call.runtime_id), owner)
         async with session.operating:
             if session.state is not State.PAUSED:
                 sandbox = _require(session, State.READY)
@@ -273,14 +243,14 @@ class Service:
                         session.enter(State.READY)
                     raise HTTPException(503, f"it could not be paused: {given_of(error)}") from error
                 session.gate.connections.cut_all()
-        return session
+        return self.record(session)
 
-    async def resume(self, owner: str, runtime_id: str) -> Session:
+    async def resume(self, call: RuntimeCall, owner: Owner) -> Record:
         """Continue a sandbox, with the same address and key. One that cannot be resumed has failed.
 
-        Raises: HTTPException 404, 503.
+        Refused with 404, 409 unless it is paused, 503.
         """
-        session = self.find_runtime(owner, runtime_id)
+        session = self._find(self.by_runtime.get(call.runtime_id), owner)
         async with session.operating:
             if session.state is not State.READY:
                 sandbox = _require(session, State.PAUSED)
@@ -288,61 +258,49 @@ class Service:
                     await sandbox.resume()
                 except SandboxError as error:
                     cause = f"it could not be resumed: {given_of(error)}"
-                    self._fail(session, Failure(FailureKind.INFRA_LOST, cause))
+                    self._end(session, cause, FailureKind.INFRA_LOST)
                     raise HTTPException(503, cause) from error
-                if session.state is State.PAUSED:
+                if session.is_alive:
                     session.enter(State.READY)
-        return session
+        return self.record(session)
 
     async def _resume_quietly(self, session: Session) -> None:
         with suppress(HTTPException):
-            await self.resume(session.owner, session.runtime_id)
+            await self.resume(RuntimeCall(runtime_id=session.runtime_id), session.owner)
 
-    def renew(self, owner: str, runtime_ids: Sequence[str] | None, lease_s: float) -> list[Session]:
-        """Lease sandboxes for `lease_s` from now, all of the owner for None; return the leased ones.
-
-        A sandbox that has been leased ends with its lease.
-        """
-        leased = [
-            session
-            for session in self.alive()
-            if session.owner == owner and (runtime_ids is None or session.runtime_id in runtime_ids)
-        ]
+    async def lease(self, call: LeaseCall, owner: Owner) -> Record:
+        """Lease sandboxes from now. One that has been leased ends with its lease."""
+        wanted = call.runtime_ids
+        own = [one for one in self.alive() if one.owner == owner]
+        leased = [one for one in own if wanted is None or one.runtime_id in wanted]
         for session in leased:
-            session.asked_at = session.renewed_at = time.monotonic()
-            session.lease_s = lease_s
-        return leased
+            session.asked_at = time.monotonic()
+            session.lease_ends_at = session.asked_at + call.lease_s
+        renewed = [session.runtime_id for session in leased]
+        return {"renewed": renewed, "unknown": sorted(set(wanted or ()) - set(renewed))}
 
-    def expires_in_s(self, session: Session) -> float | None:
-        """Return the seconds until its lease or its age ends it; None once it has ended."""
-        if not session.is_alive:
-            return None
-        ends_at = session.begun_at + self.policy.age_limit_s
-        if session.lease_s is not None:
-            ends_at = min(ends_at, session.renewed_at + session.lease_s)
-        return ends_at - time.monotonic()
-
-    def record(self, session: Session) -> dict[str, Any]:
+    def record(self, session: Session) -> Record:
         """Return a sandbox's record for its client."""
         waiting = self.waiting() if session.state is State.QUEUED else []
         words = f"waits for a slot: {waiting.index(session) + 1} of {len(waiting)}" if waiting else ""
-        return session.record(place=words, expires_in_s=self.expires_in_s(session))
+        ends_at = min(session.begun_at + self.policy.age_limit_s, session.lease_ends_at)
+        return session.record(place=words, expires_in_s=ends_at - time.monotonic())
+
+    def _find(self, session: Session | None, owner: str) -> Session:
+        """Note that a client asks for its sandbox. Another owner's does not exist."""
+        if session is None or session.owner != owner:
+            raise HTTPException(404, "there is no such sandbox; any of an earlier service is infra_lost")
+        session.asked_at = time.monotonic()
+        return session
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine in the background; its errors are logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._finish_task)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _finish_task(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a task ended: %s", describe_error(error), exc_info=error)
 
 
 def _require(session: Session, state: State) -> ServedSandbox:
-    """Return the sandbox of a session in a state. Raises: HTTPException."""
     if not session.is_alive:
         raise HTTPException(404, f"it has ended: {session.cause or session.state.value}")
     if session.sandbox is None or session.state is not state:

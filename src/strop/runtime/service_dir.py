@@ -22,11 +22,11 @@ _CONNECT_LIMIT_S = 2.0
 
 
 async def wait_for_server(
-    folder: Path, name: str, *, limit_s: float, check: Callable[[], object] = lambda: None
+    folder: Path, name: str, *, limit_s: float, check: Callable[[], Exception | None] = lambda: None
 ) -> Endpoint:
-    """Wait for the address of a server that listens; `check` is called meanwhile.
+    """Wait for the address of a server that listens.
 
-    Raises: CheckRefused if there is none in time; any exception of `check`.
+    Raises: CheckRefused if there is none in time; what `check`, which is called meanwhile, returns.
     """
     # Imported here: the launcher imports this module, and each import delays its short commands.
     import asyncio
@@ -34,7 +34,8 @@ async def wait_for_server(
     deadline = time.monotonic() + limit_s
     # The address may be a leftover of a killed service.
     while (endpoint := read_endpoint(folder, name)) is None or not await _is_listening(endpoint.url):
-        check()
+        if (failure := check()) is not None:
+            raise failure
         if time.monotonic() > deadline:
             raise CheckRefused(
                 f"no {name} of a sandbox service has written its address in {folder} for {limit_s:.0f} s",

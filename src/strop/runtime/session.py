@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
+
+import httpx
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused, describe_error, given_of
 from strop.runtime.agent_server import server_environment
@@ -19,10 +22,6 @@ from strop.runtime.host import Host
 from strop.sandbox.contract import ExecKind, ExecResult
 from strop.sandbox.served import ServedJob, ServedSandbox
 
-if TYPE_CHECKING:
-    from strop.runtime.queue import Node
-
-ENDED = frozenset({State.STOPPED, State.FAILED})
 BEGINNING = frozenset({State.QUEUED, State.IMAGE, State.STARTING})
 """A client that asks for a sandbox in one of these states waits until it has left them."""
 
@@ -42,22 +41,12 @@ WORDS: Mapping[tuple[State, FailureKind | None], tuple[str, str]] = {
 """`status` and `pod_status` of each state."""
 _IMAGE_KINDS = frozenset({"image", "architecture", "interpreter"})
 """Of refusals that are no fault of the node."""
-_LOG_BYTES = 16 << 10
-_LOG_CHARACTERS = 4000
+_LOG_BYTES = 4000
 _PROBE_LIMIT_S = 5.0
 _START_LIMIT_S = 300.0
 """For the server inside to answer. OpenHands' needs 10 s of processor time; 120 s were too few beside twenty
 other processes on two cores."""
 _log = logging.getLogger("strop.runtime.session")
-
-
-class Failure(NamedTuple):
-    """Why a sandbox has ended by itself."""
-
-    kind: FailureKind
-    cause: str
-    exit_code: int | None = None
-    """Of its server."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -73,18 +62,17 @@ class Session:
     gate: Gate
     """Its address, which is final."""
     state: State = State.QUEUED
-    failure: Failure | None = None
+    failure_kind: FailureKind | None = None
     cause: str = ""
-    node: Node | None = None
+    """Why it has ended."""
+    node_id: str = ""
     """The node that makes it or has it."""
     sandbox: ServedSandbox | None = None
-    lease_s: float | None = None
-    """How long each renewal lasts. None: it was never leased, and only age and idleness end it."""
-
+    lease_ends_at: float = math.inf
+    """Never, if it was not leased: then only age and idleness end it."""
     begun_at: float = field(default_factory=time.monotonic)
     asked_at: float = field(default_factory=time.monotonic)
     """When its client last asked for it."""
-    renewed_at: float = 0.0
     timeline: dict[str, float] = field(default_factory=lambda: {State.QUEUED.value: time.time()})
     """Unix times at which it entered its states."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,7 +89,7 @@ class Session:
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended."""
-        return self.state not in ENDED
+        return self.state not in (State.STOPPED, State.FAILED)
 
     def enter(self, state: State) -> None:
         """Change its state, and wake the clients that wait for that."""
@@ -119,31 +107,30 @@ class Session:
             raise ConnectionError(f"the sandbox is {self.state.value}")
         return await self.sandbox.connect(self._port)
 
-    async def live(self, host: Host) -> Failure:
+    async def live(self, host: Host) -> tuple[FailureKind, str]:
         """Make the sandbox, start its server and follow it to its end; return why it has ended."""
         try:
-            image = await host.fetch(self.request)
-            self.enter(State.STARTING)
-            self.sandbox, server = await host.make(self.request, self.slot, image)
+            self.sandbox, server = await host.make(self.request, self.slot)
             self._port = server.port
+            self.enter(State.STARTING)
             env = server_environment(self.request, self.key, self.sandbox.scratch) | server.env
             return await self._follow(await self.sandbox.start(server.argv, env=env, cwd=server.cwd))
         except SandboxLost as error:
             if error.kind != "from_inside":
-                return Failure(FailureKind.INFRA_LOST, given_of(error))
+                return FailureKind.INFRA_LOST, given_of(error)
             why = ""
             if self.sandbox is not None:
                 await self.sandbox.wait_lost()
                 # The supervisor gives a cause only where no memory was left.
                 why = self.sandbox.client.lost_why
             kind = FailureKind.TASK_OOM if why else FailureKind.AGENT_ERROR
-            return Failure(kind, f"from_inside: {why or 'a program of the sandbox ended it'}")
+            return kind, f"from_inside: {why or 'a program of the sandbox ended it'}"
         except SandboxError as error:
             is_nodes = isinstance(error, SandboxRefused) and error.kind not in _IMAGE_KINDS
             kind = FailureKind.INFRA_LOST if is_nodes else FailureKind.IMAGE_ERROR
-            return Failure(kind, f"{error.kind}: {given_of(error)}")
+            return kind, f"{error.kind}: {given_of(error)}"
 
-    async def _follow(self, job: ServedJob) -> Failure:
+    async def _follow(self, job: ServedJob) -> tuple[FailureKind, str]:
         """Follow the server from its start; return why it has ended. Raises: SandboxLost."""
         probing = asyncio.create_task(self._probe())
         ending = asyncio.create_task(job.wait())
@@ -153,7 +140,7 @@ class Session:
             if not ending.done():
                 if fault := await probing:
                     cause = f"its server did not answer GET /health in {_START_LIMIT_S:.0f} s; last: {fault}"
-                    return Failure(FailureKind.AGENT_ERROR, cause)
+                    return FailureKind.AGENT_ERROR, cause
                 self.enter(State.READY)
             result = await ending
             await reading
@@ -167,16 +154,17 @@ class Session:
         """Ask the server as its clients do until it is ready; return its last fault if it takes too long."""
         deadline = time.monotonic() + _START_LIMIT_S
         wait_s, last = 0.02, ""
-        while time.monotonic() < deadline:
-            try:
-                async with asyncio.timeout(_PROBE_LIMIT_S):
-                    last = await _ask_health(await self.connect())
-                if last.startswith("2"):
-                    return ""
-            except (OSError, TimeoutError, SandboxError) as error:
-                last = describe_error(error)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, 0.5)
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=_PROBE_LIMIT_S) as client:
+            while time.monotonic() < deadline:
+                try:
+                    answer = await client.get(f"{self.gate.url}/health")
+                    if answer.is_success:
+                        return ""
+                    last = str(answer.status_code)
+                except httpx.HTTPError as error:
+                    last = describe_error(error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, 0.5)
         return last
 
     async def _read_log(self, job: ServedJob) -> None:
@@ -184,17 +172,16 @@ class Session:
             while (output := await job.read()) is not None:
                 self._output = (self._output + output.stdout + output.stderr)[-_LOG_BYTES:]
 
-    def record(self, *, place: str, expires_in_s: float | None) -> dict[str, Any]:
+    def record(self, *, place: str, expires_in_s: float) -> dict[str, Any]:
         """Return its record for clients, as openhands-workspace 1.58.0 reads it.
 
-        `place`: its place in the queue; empty if it does not wait.
+        `place`: its place in the queue; empty if it does not wait. `expires_in_s`: until a limit ends it.
         """
-        kind = self.failure.kind if self.failure else None
-        status, pod_status = WORDS[self.state, kind if self.state is State.FAILED else None]
-        pod_logs = self._output.decode(errors="replace")[-_LOG_CHARACTERS:]
+        kind = self.failure_kind
+        status, pod_status = WORDS[self.state, kind]
+        pod_logs = self._output.decode(errors="replace")
         if not self.is_alive:
             pod_logs = "\n".join(filter(None, (f"[{kind}] {self.cause}" if kind else self.cause, pod_logs)))
-        waiting = {"name": "sandbox", "state": self.state.value, "message": place}
         return {
             "runtime_id": self.runtime_id,
             "session_id": self.session_id,
@@ -203,38 +190,23 @@ class Session:
             "status": status,
             "pod_status": pod_status,
             "restart_count": 0,
-            "restart_reasons": [],
-            "container_statuses": [waiting] if self.state in BEGINNING else [],
             "events": [place] if place else [],
             "pod_logs": pod_logs,
             "failure_kind": kind,
             "cause": self.cause,
             "isolation": asdict(self.sandbox.isolation) if self.sandbox else {},
-            "node": self.node.node_id if self.node else "",
-            "lease_expires_in_s": expires_in_s,
+            "node": self.node_id,
+            "lease_expires_in_s": expires_in_s if self.is_alive else None,
             "timeline": self.timeline,
-            "last_termination_reason": self.cause,
-            "last_termination_exit_code": self.failure.exit_code if self.failure else None,
         }
 
 
-async def _ask_health(connection: socket.socket) -> str:
-    """Return the status of a server's answer to its clients' probe. Raises: OSError."""
-    reader, writer = await asyncio.open_connection(sock=connection)
-    try:
-        writer.write(b"GET /health HTTP/1.1\r\nhost: sandbox\r\nconnection: close\r\n\r\n")
-        return (await reader.readline()).decode(errors="replace").partition(" ")[2][:3]
-    finally:
-        writer.transport.abort()
-
-
-def end_as_failure(result: ExecResult) -> Failure:
+def end_as_failure(result: ExecResult) -> tuple[FailureKind, str]:
     """Return the failure that the end of a server means."""
     if result.kind is ExecKind.OOM:
-        return Failure(FailureKind.TASK_OOM, "its server was killed for memory")
+        return FailureKind.TASK_OOM, "its server was killed for memory"
     if result.kind is ExecKind.NOT_STARTED:
         why = result.stderr.decode(errors="replace").strip()
-        return Failure(FailureKind.IMAGE_ERROR, f"its command cannot be started: {why}")
+        return FailureKind.IMAGE_ERROR, f"its command cannot be started: {why}"
     how = f"exit code {result.exit_code}" if result.signal is None else f"signal {result.signal}"
-    cause = f"its server ended with {how} ({result.kind.value})"
-    return Failure(FailureKind.AGENT_ERROR, cause, result.exit_code)
+    return FailureKind.AGENT_ERROR, f"its server ended with {how} ({result.kind.value})"
