@@ -179,7 +179,7 @@ def test_lau_2_a_training_with_exactly_the_printed_rights_goes_on_after_a_kill_a
         root = f"{root_of(account)}/checkpoints/{request['TrainingJobName']}"
 
         def is_mirrored() -> bool:
-            return any("_step" in found.uri and "COMPLETE" in found.uri for found in objects.list(root))
+            return any(found.uri.endswith("/COMPLETE") for found in objects.list(f"{root}/checkpoints"))
 
         wait_until(
             lambda: "train| step" in second.log_of(HOST) or second.poll() is not None, "it did not begin"
