@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from strop.cluster.ray import deaths
-from strop.cluster.ray.deaths import DeathWatch, lost
+from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.roles import RoleFacts, RoleStart, RunningRole
 from strop.cluster.ray.workers import RolloutWorkers
 from strop.errors import EngineLost, LearnerError
@@ -62,32 +62,6 @@ async def test_the_run_outlives_all_engines_but_the_last(tmp_path: Path) -> None
     await desk.end("engine-1")
     assert desk.lost == ["engine-0"]
     assert "role engine-1" in await desk.told()
-    desk.watch.stop()
-
-
-async def test_any_other_role_ends_the_run(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
-    await desk.end("learner-0")
-    assert desk.lost == []
-    assert "role learner-0" in await desk.told("engine-0")
-    desk.watch.stop()
-
-
-async def test_a_call_that_fails_with_another_role_names_that_one(tmp_path: Path) -> None:
-    """A rank's peer is gone, and it fails with a broken connection before the death is known."""
-    desk = Desk(tmp_path, "learner-0", "learner-1")
-    call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    call.set_exception(TimeoutError("connection closed by peer"))
-    asyncio.get_running_loop().call_later(0.2, desk.endings["learner-1"].set_result, "signal 9")
-    with pytest.raises(EngineLost, match="role learner-1"):
-        await desk.watch.guard(call)
-    desk.watch.stop()
-
-
-async def test_the_end_of_ray_on_the_head_ends_the_run(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, "engine-0", "engine-1")
-    desk.watch.follow("ray", asyncio.sleep(0.1, lost("signal 9")))
-    assert "signal 9" in await desk.told("engine-0")
     desk.watch.stop()
 
 

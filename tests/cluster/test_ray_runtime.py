@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.node import OBJECT_STORE_BYTES
 from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart, RunningRole
 from strop.cluster.ray.runtime import RayHead
-from strop.errors import CheckRefused, EngineError, EngineLost
+from strop.errors import CheckRefused, EngineError
 from strop.hardware.ports import LOOPBACK
 from strop.spec.layout import RoleKind, RoleSlot
 from strop.store import ModelHandle
-from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until
+from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray
 
 pytestmark = [pytest.mark.slow, needs_ray]
 
@@ -32,28 +31,6 @@ TOKEN_NAME = "ray.token"
 RAYS_USUAL = Path("/tmp/ray")
 NO_MODEL = ModelHandle(path=Path("unused"), digest="")
 SECRET = "a,b 'c' \"d\"\nnew\\n$HOME"
-OWNER = """
-import asyncio, os, sys
-from pathlib import Path
-from strop.cluster.ray.runtime import RayHead
-from tests.cluster.test_ray_runtime import launcher_of
-from tests.fixtures.ray_traces import descendants
-
-async def act():
-    head = RayHead(Path(sys.argv[1]), 1, Path(sys.argv[1]) / "ray.token")
-    await head.start()
-    import ray
-    hold = ray.remote(num_cpus=0)(lambda: os.getpid())
-    ray.get(hold.remote())
-    print(*descendants(os.getpid()), flush=True)
-    if sys.argv[2] == "owner":
-        os.kill(os.getpid(), 9)
-    os.kill(launcher_of(head), 9)
-    await head.ended()
-    await head.stop()
-
-asyncio.run(act())
-"""
 
 
 def launcher_of(head: RayHead) -> int:
@@ -77,9 +54,6 @@ class EchoRole(RayRole):
 
     def refuse(self) -> None:
         raise EngineError("refused by the role")
-
-    def sleep(self) -> None:
-        time.sleep(600)
 
 
 @dataclass
@@ -200,35 +174,6 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
             assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_prc_5_a_killed_role_is_named_with_its_last_words_while_another_is_asked(scene: Scene) -> None:
-    async def act() -> float:
-        watch = DeathWatch()
-        asked, killed = scene.start_role(1), scene.start_role(2)
-        for role in (asked, killed):
-            ending = role.actor.wait_for_end.options(concurrency_group="watch").remote()
-            watch.follow(role.start.slot.name, role.ended(ending))
-            role.facts = await role.actor.begin.remote()
-        facts = killed.facts
-        assert facts is not None
-        call = asyncio.ensure_future(watch.guard(asked.actor.sleep.remote()))
-        await asyncio.sleep(0.2)
-        assert not call.done()
-        os.kill(facts.pid, signal.SIGKILL)
-        killed_at = time.monotonic()
-        with pytest.raises(EngineLost) as caught:
-            await call
-        message = str(caught.value)
-        assert message.startswith(f"role worker-2 on node 0 ({facts.host}), process {facts.pid}, ended:"), (
-            message
-        )
-        assert "the last words of this role" in message
-        watch.stop()
-        return time.monotonic() - killed_at
-
-    # Ten minutes, were the answer of the other one waited for.
-    assert scene.loop.run_until_complete(act()) < 60.0
-
-
 def test_a_full_object_store_goes_on_from_disk(scene: Scene) -> None:
     """Ray writes what does not fit into shared memory below its own directory."""
     import numpy as np
@@ -236,15 +181,3 @@ def test_a_full_object_store_goes_on_from_disk(scene: Scene) -> None:
 
     parts = [ray.put(np.full(OBJECT_STORE_BYTES // 2, number, np.uint8)) for number in range(3)]
     assert [int(ray.get(part)[-1]) for part in parts] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("killed", ["owner", "launcher"])
-def test_prc_4_a_killed_owner_or_launcher_takes_all_of_ray_along(tmp_path: Path, killed: str) -> None:
-    before = files_of_nodes()
-    words = [sys.executable, "-c", OWNER, str(tmp_path), killed]
-    owner = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-    assert owner.returncode == (-signal.SIGKILL if killed == "owner" else 0), owner.stderr
-    pids = [int(word) for word in owner.stdout.split()]
-    # Ray's agents look for their raylet once in a while.
-    wait_until(lambda: not [pid for one in pids for pid in {one} | descendants(one) if is_alive(pid)], 240.0)
-    assert files_of_nodes() <= before

@@ -99,10 +99,3 @@ def test_one_that_does_not_come_up_says_why(tmp_path: Path) -> None:
     with pytest.raises(SandboxLost, match="no backend isolates here"):
         asyncio.run(role.start())
     asyncio.run(role.stop())
-
-
-def test_a_run_without_a_service_is_handed_none(tmp_path: Path) -> None:
-    role = RuntimeRole(RuntimeSpec(), tmp_path / "run", tmp_path / "servers")
-    asyncio.run(role.start())
-    asyncio.run(role.stop())
-    assert not list(tmp_path.iterdir())

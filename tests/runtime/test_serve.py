@@ -2,55 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from strop.cli import main
 from strop.errors import SandboxRefused
-from strop.io.endpoints import RUNTIME, read_endpoint
 from strop.runtime.images import Images, kind_of
-from tests.conftest import require_system_part
 from tests.fixtures.commands import Run, run
-from tests.fixtures.runtime_client import RuntimeClient, processes_of, wait_for
-from tests.fixtures.runtime_processes import assert_gone, find_traces
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    require_system_part("bubblewrap", any(Path(path, "bwrap").exists() for path in os.get_exec_path()))
-    folder = tmp_path / "service"
-    words = ["runtime", "serve", "--dir", str(folder), "--backend", "bubblewrap"]
-    with (tmp_path / "output").open("wb") as output:
-        child = subprocess.Popen([sys.executable, "-m", "strop.cli", *words], stdout=output, stderr=output)
-    try:
-        wait_for(lambda: read_endpoint(folder, RUNTIME), lambda found: found or child.poll() is not None)
-        yield folder, child
-    finally:
-        child.kill()
-        child.wait()
-
-
-@pytest.mark.slow
-def test_an_end_leaves_nothing(served: tuple[Path, subprocess.Popen[bytes]]) -> None:
-    folder, child = served
-    endpoint = read_endpoint(folder, RUNTIME)
-    assert endpoint is not None
-    with RuntimeClient(endpoint) as client:
-        client.start("s")
-        assert client.run(client.wait_ready("s"), "echo up") == (0, "up\n")
-    # One process answers clients and holds the sandboxes.
-    assert len(processes_of(folder)) == 1
-    pids, places = find_traces(child.pid)
-    assert pids
-    child.terminate()
-    assert child.wait(60) == 0
-    assert read_endpoint(folder, RUNTIME) is None
-    assert_gone(pids, places)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, make_backend
 from strop.sandbox.ground import SCRATCH_BASES
-from strop.sandbox.local import LocalBackend, LocalSandbox
+from strop.sandbox.local import LocalBackend
 from tests.fixtures.sandboxes import (
     SOURCE_DIR,
     appearance_of,
@@ -224,24 +224,6 @@ def test_nothing_is_left_of_twenty_sandboxes(backend: str) -> None:
 
 
 @on_every_backend
-def test_a_killed_supervisor_loses_its_sandbox_and_leaves_nothing(backend: str) -> None:
-    async def run() -> None:
-        sandbox = await make_backend(backend).create(spec_of())
-        await sandbox.write("file", b"x")
-        command = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", "setsid sleep 7205"], wall_limit_s=600))
-        await appearance_of("7205")
-        assert isinstance(sandbox, LocalSandbox)
-        os.kill(sandbox.supervisor_pid, signal.SIGKILL)
-        with pytest.raises(SandboxLost):
-            await command
-        await sandbox.stop()
-
-    asyncio.run(run())
-    wait_until_gone("7205")
-    assert shell(backend, "echo next").stdout == b"next\n"
-
-
-@on_every_backend
 def test_signals_do_what_a_program_expects(backend: str) -> None:
     """Also where strop runs in the background of a shell, which lets it ignore interrupts."""
     numbers = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
@@ -297,32 +279,6 @@ def test_shared_memory_of_the_kernels_ends_with_a_sandbox(backend: str, is_kille
     while owned() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert owned() == []
-
-
-_OWNER = """
-import asyncio, sys
-from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
-async def main():
-    sandbox = await make_backend(sys.argv[1]).create(SandboxSpec(min_level=IsolationLevel.RLIMIT))
-    script = "setsid nohup sleep 7204 & (trap '' TERM; sleep 7204) & sleep 7204"
-    await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=600)
-asyncio.run(main())
-"""
-
-
-@on_every_backend
-def test_the_death_of_the_owner_ends_everything(backend: str) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER, backend], env={"PYTHONPATH": SOURCE_DIR})
-    try:
-        deadline = time.monotonic() + 120
-        # The last look counts: while one becomes another program, it has no arguments for a moment.
-        while len(pids := processes_with("7204")) < 3 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert len(pids) == 3
-    finally:
-        owner.kill()
-        owner.wait()
-    wait_until_gone("7204")
 
 
 _ONE = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import SandboxError, SandboxLost
-from strop.sandbox import ExecKind, Job, JobOutput, Limits, Sandbox, make_backend
+from strop.sandbox import ExecKind, Job, JobOutput, Limits, Sandbox
 from strop.sandbox.agent import Capture, unread
 from strop.sandbox.local import LocalSandbox
 from tests.fixtures.sandboxes import (
@@ -21,8 +20,6 @@ from tests.fixtures.sandboxes import (
     on_every_backend,
     processes_with,
     sandbox_of,
-    spec_of,
-    wait_until_gone,
 )
 
 
@@ -320,15 +317,3 @@ async def test_what_is_used_is_told(backend: str) -> None:
         assert 0 < after.exec_p50_s <= after.exec_p99_s
         await job.stop()
         assert (await sandbox.stats()).commands == after.commands + 1
-
-
-@on_every_backend
-async def test_a_supervisor_that_is_killed_in_a_pause_leaves_nothing(backend: str) -> None:
-    sandbox = await make_backend(backend).create(spec_of())
-    assert isinstance(sandbox, LocalSandbox)
-    await start(sandbox, SPIN, "7605")
-    await sandbox.pause()
-    os.kill(sandbox.supervisor_pid, signal.SIGKILL)
-    assert await sandbox.wait_lost() == "infra"
-    await sandbox.stop()
-    wait_until_gone("7605")
