@@ -63,8 +63,7 @@ def test_exit_codes_by_hand() -> None:
     assert special == {
         "ConfigError": 2,
         "DataError": 2,
-        "CheckRefused": 76,
-        "NodeRefused": 76,
+        **dict.fromkeys(("CheckRefused", "MirrorFenced", "NodeRefused"), 76),
         "Interrupted": 75,
     }
 

@@ -33,12 +33,12 @@ echo "$STROP_ATTEMPT $$ ${MYTOKEN:-}" >>"$run/lives"
 while [ ! -e "$run/go" ]; do sleep 0.1; done
 exit "$(cat "$run/go")"
 """
-# A node is unfit for a job by a network interface that it does not have.
+# A node is unfit for a job by its clock, which is an hour ahead.
 NODE_PYTHON = """\
 #!/bin/sh
 export XDG_RUNTIME_DIR={root}/run.$SLURMD_NODENAME PYTHONPATH={source}
 mkdir -p -m 700 "$XDG_RUNTIME_DIR"
-[ ! -e "{root}/unfit.$SLURM_JOB_NAME.$SLURMD_NODENAME" ] || export GLOO_SOCKET_IFNAME=nowhere
+[ ! -e "{root}/unfit.$SLURM_JOB_NAME.$SLURMD_NODENAME" ] || export PYTHONPATH={root}:{source}
 case "$*" in "-m strop.cli train "*) shift 3; exec sh {root}/trainer.sh "$@" ;; esac
 exec {python} "$@"
 """
@@ -142,6 +142,7 @@ def login(cluster: Cluster, run: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     python.write_text(NODE_PYTHON.format(root=root, source=source, python=sys.executable))
     python.chmod(0o755)
     (root / "trainer.sh").write_text(TRAINER)
+    (root / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 3600\n")
     (tmp_path / "run.toml").write_text(RUN)
     (tmp_path / "strop-sites.toml").write_text(SITE.format(root=root))
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf_path))
@@ -255,12 +256,12 @@ def test_a_cause_of_nodes_excludes_them_until_none_is_left(login: Login) -> None
     assert (login.ask(half)["ExcNodeList"], half.status()["attempt"]["number"]) == ("n1", 1)
     end = none.wait_for_end()
     assert (end["state"], end["attempt"]["number"]) == ("failed", 1)
-    assert "GLOO_SOCKET_IFNAME=nowhere" in end["reason"]
+    assert "clock_skew" in end["reason"]
     login.wait_for_slurm(none, "FAILED")
     assert none.lives() == []
     end = pair.wait_for_end()
     assert (end["state"], end["attempt"]["number"]) == ("failed", 0)
-    assert "GLOO_SOCKET_IFNAME=nowhere" in end["reason"]
+    assert "node 1 ended with exit code 76" in end["reason"]
     assert login.ask(pair)["ExcNodeList"] == "(null)"
 
 

@@ -18,8 +18,7 @@ import pytest
 from strop.cluster.ray.runtime import RayHead
 from strop.errors import SandboxError, SandboxRefused
 from strop.rollout import FailureOwner
-from strop.sandbox import ExecKind, IsolationLevel, Limits, Mount, make_backend
-from strop.sandbox.ground import SCRATCH_BASES
+from strop.sandbox import ExecKind, IsolationLevel, Limits, Mount, janitor, make_backend
 from strop.sandbox.hosts import SandboxHost
 from strop.tasks.code.judge import JudgeJob, judge_python
 from strop.tasks.rows.judged_rows import ProgramSpec
@@ -69,8 +68,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def scratch_folders() -> set[Path]:
-    """Return the private directories of sandboxes that this machine has."""
-    return {path for base in SCRATCH_BASES for path in Path(base).glob("strop-sandbox-*/[0-9]*")}
+    """Return the private directories of sandboxes whose clients have ended."""
+    return {path for folder in janitor._find_dead() for path in folder.glob("[0-9]*")}
 
 
 @pytest.mark.parametrize("check", OF_ALL_BACKENDS, ids=lambda check: check.__name__.removeprefix("test_"))

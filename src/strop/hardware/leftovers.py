@@ -46,16 +46,16 @@ def own_dir(path: Path) -> Iterator[Path]:
 
 
 def remove_dead(parent: Path) -> list[Path]:
-    """Remove and return this user's directories whose owner is gone."""
+    """Remove and return this user's directories whose owner is gone; Ray makes some again without a lock."""
     removed = []
-    lock_paths = [path for prefix in (PREFIX, MEMORY_PREFIX) for path in parent.glob(f"{prefix}*{_LOCK}")]
-    for lock_path in sorted(lock_paths):
+    found = [path for prefix in (PREFIX, MEMORY_PREFIX) for path in parent.glob(f"{prefix}*{_LOCK}")]
+    found += parent.glob(PREFIX + 8 * "[0-9a-f]")
+    for path in sorted({one.with_name(one.name.removesuffix(_LOCK)) for one in found}):
         with suppress(OSError, StoreError):
-            lock, is_own = FileLock(lock_path), lock_path.lstat().st_uid == os.getuid()
-            if is_own and lock.try_acquire():
-                path = lock_path.with_name(lock_path.name.removesuffix(_LOCK))
+            lock = FileLock(path.with_name(path.name + _LOCK))
+            if max(lock.path, path, key=Path.exists).lstat().st_uid == os.getuid() and lock.try_acquire():
                 shutil.rmtree(path, ignore_errors=True)
-                lock_path.unlink(missing_ok=True)
+                lock.path.unlink(missing_ok=True)
                 lock.release()
                 removed.append(path)
     return removed

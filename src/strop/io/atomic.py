@@ -226,7 +226,7 @@ def is_complete(path: Path) -> bool:
     return (path / MANIFEST_NAME).is_file()
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, remedy: str | None = None) -> Manifest:
     """Read the manifest of a complete directory without checking the files.
 
     Raises: StoreError if there is none; CorruptRecord if it cannot be read.
@@ -239,10 +239,10 @@ def read_manifest(path: Path) -> Manifest:
             allowed=f"a directory whose {MANIFEST_NAME} was written last",
             next_step="use an earlier complete one, or write it again",
         ) from error
-    return parse_manifest(data, str(path / MANIFEST_NAME))
+    return parse_manifest(data, str(path / MANIFEST_NAME), remedy)
 
 
-def parse_manifest(data: bytes, place: str) -> Manifest:
+def parse_manifest(data: bytes, place: str, remedy: str | None = None) -> Manifest:
     """Parse the content of a COMPLETE file; `place` is its path, for messages.
 
     Raises: CorruptRecord if it is no manifest, or lists a file outside its own directory.
@@ -252,11 +252,11 @@ def parse_manifest(data: bytes, place: str) -> Manifest:
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(files=files, facts=content["facts"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(place, f"is not a manifest ({error})") from error
+        raise _corrupt(place, f"is not a manifest ({error})", remedy) from error
     for name in files:
         # Others may write to its store, so a name must not lead out of the directory.
         if not is_inner_name(name):
-            raise _corrupt(place, f"promises {name!r}, which is no file below the directory")
+            raise _corrupt(place, f"promises {name!r}, which is no file below the directory", remedy)
     return manifest
 
 
@@ -273,7 +273,7 @@ def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str |
 
     Raises: StoreError if the directory is incomplete; CorruptRecord naming the first bad file.
     """
-    manifest = read_manifest(path)
+    manifest = read_manifest(path, remedy)
     names_to_read = []
     for name, record in sorted(manifest.files.items()):
         try:

@@ -122,45 +122,21 @@ class Container:
 
     def _words(self, binds: Sequence[tuple[str, str, bool]], devices: Mapping[str, str]) -> list[str]:
         spec, limits, is_podman = self._spec, self._spec.limits, self._engine == "podman"
-        words = [
-            "run",
-            "--detach",
-            "--rm",
+        words = ["run", "--detach", "--rm", "--log-driver=none", "--hostname=sandbox", "--workdir=/"]
+        words += ["--user=0:0", "--cgroupns=private", "--cap-drop=all", "--security-opt=no-new-privileges"]
+        words += [
+            "--env=LANG=C.UTF-8",
             "--name",
             self.name,
-            "--log-driver",
-            "none",
-            "--hostname",
-            "sandbox",
-        ]
-        words += [
             "--network",
             "host" if spec.network == "host" else "none",
-            "--workdir",
-            "/",
-            "--user",
-            "0:0",
-        ]
-        words += [
-            "--cgroupns",
-            "private",
-            "--cap-drop",
-            "all",
-            "--security-opt",
-            "no-new-privileges",
-            "--env",
-            "LANG=C.UTF-8",
         ]
         names = (*_CAPABILITIES, *(_ROOT_NAMES if self.is_writable else ()))
         words += [word for name in names for word in ("--cap-add", name)]
         # The agent and a few runners are in the group too.
         words += ["--pids-limit", str(limits.max_processes + 16)]
-        words += [
-            "--memory",
-            f"{limits.group_bytes + (32 << 20)}b",
-            "--memory-swap",
-            f"{limits.group_bytes + (32 << 20)}b",
-        ]
+        memory = f"{limits.group_bytes + (32 << 20)}b"
+        words += ["--memory", memory, "--memory-swap", memory]
         if limits.cpus is not None:
             words += ["--cpus", f"{limits.cpus:.3f}"]
         # Set explicitly, because podman raises them by default, which fails inside another container.

@@ -162,14 +162,22 @@ class ServedSandbox(ABC):
         """
         why = ""
         for argv, prepare in _SHELLS:
-            request = {"op": "open_shell", "argv": list(argv), "cwd": cwd}
-            shell = ServedShell(
-                self.client, *self.client.begin({**request, "env": {**self._env, **(env or {})}})
-            )
-            first = await shell.run(f"{_QUIET}; {prepare}", wall_limit_s=_SHELL_LIMIT_S)
-            if first.kind is ExecKind.EXITED and first.has_shell:
-                return shell
-            why = first.stderr.decode(errors="replace") or first.kind
+            request = {
+                "op": "open_shell",
+                "argv": list(argv),
+                "cwd": cwd,
+                "env": {**self._env, **(env or {})},
+            }
+            shell = ServedShell(self.client, *self.client.begin(request))
+            try:
+                first = await shell.run(f"{_QUIET}; {prepare}", wall_limit_s=_SHELL_LIMIT_S)
+                if first.kind is ExecKind.EXITED and first.has_shell:
+                    return shell
+                why = first.stderr.decode(errors="replace") or first.kind
+            except SandboxError as error:
+                if error.kind != "ended":
+                    raise
+                why = "it ended before it was asked anything"
             await shell.close()
         raise SandboxError(
             f"no shell answers in the sandbox: {why}",

@@ -19,13 +19,9 @@ VERDICT_LIMIT_S = 25.0
 T = TypeVar("T")
 
 
-class CallFailed(EngineLost):
-    """Raised when a call did not come back, and nobody has said why."""
-
-
-def lost(event: str, kind: type[EngineLost] = EngineLost) -> EngineLost:
+def lost(event: str) -> EngineLost:
     """Return the error of a role that is of no use any more."""
-    return kind(
+    return EngineLost(
         event,
         allowed="roles that live as long as the run",
         next_step="mend the cause and start the run again: it goes on from its last checkpoint",
@@ -35,7 +31,8 @@ def lost(event: str, kind: type[EngineLost] = EngineLost) -> EngineLost:
 async def answer_of(call: Awaitable[T]) -> T:
     """Return the answer of an actor.
 
-    Raises: the StropError that it raised; CallFailed if it failed otherwise or took too long.
+    Raises: the StropError that it raised; EngineLost caused by Ray's error or TimeoutError if it failed
+        otherwise or took too long.
     """
     from ray.exceptions import RayError
 
@@ -45,7 +42,7 @@ async def answer_of(call: Awaitable[T]) -> T:
         cause = getattr(error, "cause", error)
         if isinstance(cause, StropError):
             raise cause from error
-        raise lost(f"a role failed: {describe_error(cause)}", CallFailed) from error
+        raise lost(f"a role failed: {describe_error(cause)}") from error
 
 
 class DeathWatch:
@@ -81,7 +78,9 @@ class DeathWatch:
         ends: set[asyncio.Future[Any]] = {self._over, *filter(None, [self._ends.get(role)])}
         try:
             await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and not isinstance(task.exception(), CallFailed):
+            error = task.exception() if task.done() else None
+            # What a role raised itself is in Ray's error.
+            if task.done() and (error is None or error is getattr(error.__cause__, "cause", None)):
                 return task.result()
             # A call that failed did so with its role, or with the connection of another one.
             told, _ = await asyncio.wait(ends, timeout=VERDICT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
