@@ -275,9 +275,9 @@ class Mirror:
 
     def _send_record(self, is_last: bool) -> None:
         """Send rollouts, results and logs, so that a reader finds the rollouts of every line."""
-        logs = [self._run.path / name for name in _LOGS]
+        logs = [path for path in (self._run.path / name for name in _LOGS) if path.is_file()]
         # Read before the rollouts are listed.
-        read = [(path, _mark(path), path.read_bytes()) for path in logs if path.is_file()]
+        read = [(one, _mark(one), one.read_bytes()) for one in logs if _mark(one) != self._sent.get(one.name)]
         self._send_files(_RECORD, is_last)
         for path, mark, data in read:
             self._send(path, mark, is_last, data)

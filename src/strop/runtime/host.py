@@ -41,7 +41,7 @@ _STARTS_PER_CPU = 4
 """Concurrent starts: making namespaces is mostly waiting for the kernel."""
 _LOOK_LIMIT_S = 30.0
 RESERVED_BYTES = 512 << 20
-"""For the service and the daemon that supervises its sandboxes."""
+"""For the service and the agents of its sandboxes."""
 RESERVED_FRAC = 0.1
 _log = logging.getLogger("strop.runtime.host")
 

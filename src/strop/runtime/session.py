@@ -118,13 +118,7 @@ class Session:
         except SandboxLost as error:
             if error.kind != "from_inside":
                 return FailureKind.INFRA_LOST, given_of(error)
-            why = ""
-            if self.sandbox is not None:
-                await self.sandbox.wait_lost()
-                # The supervisor gives a cause only where no memory was left.
-                why = self.sandbox.client.lost_why
-            kind = FailureKind.TASK_OOM if why else FailureKind.AGENT_ERROR
-            return kind, f"from_inside: {why or 'a program of the sandbox ended it'}"
+            return FailureKind.AGENT_ERROR, "from_inside: a program of the sandbox ended it"
         except SandboxError as error:
             is_nodes = isinstance(error, SandboxRefused) and error.kind not in _IMAGE_KINDS
             kind = FailureKind.INFRA_LOST if is_nodes else FailureKind.IMAGE_ERROR

@@ -404,6 +404,15 @@ def measure_tree(top: str) -> tuple[int, int]:
     return num_bytes, num_files
 
 
+def remove_tree(path: str | os.PathLike[str]) -> None:
+    """Remove a directory tree, whatever the modes in it."""
+    quiet = [(os.POSIX_SPAWN_OPEN, 2, "/dev/null", os.O_WRONLY, 0)]
+    # Not a walk of our own: a program may nest directories deeper than Python's stack.
+    for words in (["/bin/rm", "-rf"], ["/bin/chmod", "-R", "u+rwX"], ["/bin/rm", "-rf"]):
+        if os.path.isdir(path):
+            os.waitpid(os.posix_spawn(words[0], [*words, path], {}, file_actions=quiet), 0)
+
+
 # Privileges.
 
 
@@ -1099,7 +1108,7 @@ class _Job:
     def _lose(self) -> None:
         """Give up: the runner is gone or stopped, so the command's processes can no longer be told apart."""
         self.is_lost, self.next_at = True, time.monotonic()
-        self._agent.lose("from_inside")
+        self._agent.lose()
 
     def _on_report(self) -> None:
         try:
@@ -1382,8 +1391,7 @@ class _Agent:
         self._jobs: dict[int, _Job] = {}
         self._first: _Started | None = None
         """The command that was started ahead and waits for the first request: it knows of no other one."""
-        self._is_ending = False
-        self._lost: dict[str, str] = {}
+        self._is_ending = self._is_lost = False
         self._num_connecting = self._num_callers = 0
         self._listener: socket.socket | None = None
         self._stopped: dict[int, tuple[str, str]] = {}
@@ -1654,10 +1662,9 @@ class _Agent:
 
     # The end.
 
-    def lose(self, kind: str, why: str = "") -> None:
-        """End the sandbox and report the reason."""
-        if not self._is_ending:
-            self._lost = {"lost": kind, "why": why}
+    def lose(self) -> None:
+        """End the sandbox, and report that a program has broken it."""
+        self._is_lost = self._is_lost or not self._is_ending
         self._is_ending = True
 
     def _end(self, is_host: bool) -> None:
@@ -1668,17 +1675,13 @@ class _Agent:
                 time.sleep(0.001)
             if self.place.user is not None:
                 remove_ipc(self.place.user[0], is_idle=False)
-            # Not a walk of our own: a program may nest directories deeper than Python's stack.
-            for words in (["-rf"], ["chmod", "-R", "u+rwX"], ["-rf"]):
-                program = "/bin/rm" if words == ["-rf"] else "/bin/chmod"
-                if os.path.isdir(self.place.scratch):
-                    os.spawnve(os.P_WAIT, program, [program, *words[-2:], self.place.scratch], {})
+            remove_tree(self.place.scratch)
         for job in self._jobs.values():
             if job.is_lost:
                 header, output = job.describe_end()
                 self.send({"id": job.number, **header}, output)
-        if self._lost:
-            self.send(self._lost)
+        if self._is_lost:
+            self.send({"lost": "from_inside"})
         self._channel.socket.setblocking(True)
         with suppress(OSError):
             self._channel.flush()

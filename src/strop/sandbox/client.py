@@ -42,8 +42,6 @@ class Requests(ABC):
         self.num_refused_calls = 0
         self.lost_kind = ""
         """Why the sandbox was lost; empty while it works."""
-        self.lost_why = ""
-        """Its cause, if the agent knows more."""
 
     def begin(self, header: dict[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Answer]]:
         """Send a request; return its number and a future of its answer.
@@ -135,7 +133,7 @@ class Client(Requests):
     def pass_on(self, header: dict[str, Any], body: bytes) -> asyncio.Future[Answer]:
         """Send a request whose header has a number; see `Requests.pass_on`."""
         if self.lost_kind:
-            raise self.lost(self.lost_kind, self.lost_why)
+            raise self.lost(self.lost_kind)
         answer = self._waiting[header["id"]] = self._loop.create_future()
         self.tell(header, body)
         return answer
@@ -208,7 +206,7 @@ class Client(Requests):
             return
         if "id" not in header:
             if not self.lost_kind:
-                self.lost_kind, self.lost_why = header.get("lost", ""), header.get("why", "")
+                self.lost_kind = header.get("lost", "")
             if not self._first.done():
                 self._first.set_result((header, body))
             return
@@ -248,7 +246,7 @@ class Client(Requests):
         self.lost_kind = self.lost_kind or "infra"
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(self.lost(self.lost_kind, self.lost_why))
+                answer.set_exception(self.lost(self.lost_kind))
         if not self._first.done():
             self._first.set_exception(ConnectionError("its first process ended before it was ready"))
         if not self._ended.done():

@@ -84,7 +84,7 @@ def ground_of() -> Ground:
 def leave_ground() -> None:
     """Remove this process's folder; sandboxes that are left end with their connections."""
     if (ground := _grounds.pop(os.getpid(), None)) is not None:
-        remove_tree(ground.folder)
+        agent.remove_tree(ground.folder)
         os.close(ground.lock)
 
 
@@ -184,11 +184,3 @@ def run_program(
         told = done.stderr.decode(errors="replace").strip()[-_MAX_ERROR_CHARACTERS:]
         raise OSError(f"{os.path.basename(words[0])} {words[1]}: {told or f'exit code {done.returncode}'}")
     return done.stdout.decode(errors="replace")
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a directory tree, whatever the modes in it."""
-    # Not shutil.rmtree, which recurses: a program may nest directories deeper than Python's stack.
-    for step in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        if path.is_dir():
-            subprocess.run([*step, path], check=False, capture_output=True)

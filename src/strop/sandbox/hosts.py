@@ -97,13 +97,13 @@ class SandboxHost:
             answer = held.sandbox.client.pass_on(header, body)
         return await answer
 
-    async def watch(self, name: str) -> tuple[str, str]:
-        """Wait until a sandbox is lost; return the kind, and why."""
+    async def watch(self, name: str) -> str:
+        """Wait until a sandbox is lost; return the kind."""
         held = self._find(name)
         kind = await held.sandbox.wait_lost()
         async with held.moved:
             held.moved.notify_all()
-        return kind, held.sandbox.client.lost_why
+        return kind
 
     async def end(self, name: str) -> bool:
         """End a sandbox, if it is still here; return whether nothing is left of it."""
@@ -186,6 +186,8 @@ class HostRequests(Requests):
     def __init__(self, host: Any = None) -> None:
         # The host itself numbers its own from 0.
         super().__init__(RAY, 1 << 32)
+        self.lost_why = ""
+        """What Ray says of the host's death."""
         self._name = uuid.uuid4().hex
         self._host = host
         self._turns = itertools.count()
@@ -241,10 +243,10 @@ class HostRequests(Requests):
             self._host.end.remote(self._name)
 
     async def _watch(self) -> None:
-        kind, why = "infra", ""
+        kind = "infra"
         with suppress(SandboxLost):
-            kind, why = await answer_of(self._host.watch.remote(self._name), self._note_lost)
-        self._note_lost(why, kind)
+            kind = await answer_of(self._host.watch.remote(self._name), self._note_lost)
+        self._note_lost("", kind)
 
     def _note_lost(self, why: str, kind: str = "infra") -> SandboxLost:
         """Note why the sandbox is lost, unless that is known; return the error of a call that failed so."""

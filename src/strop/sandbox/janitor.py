@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from strop.sandbox.agent import remove_tree
 from strop.sandbox.cgroup import find_controllers, remove_abandoned
 from strop.sandbox.container import ENGINES, remove_container, run_engine
-from strop.sandbox.ground import FOLDER_PREFIX, SCRATCH_BASES, remove_tree
+from strop.sandbox.ground import FOLDER_PREFIX, SCRATCH_BASES
 
 _YOUNG_S = 2.0
 """A folder that was just made may not have been locked yet."""

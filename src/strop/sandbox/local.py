@@ -27,7 +27,7 @@ from typing import Any
 
 import strop
 from strop.errors import SandboxRefused
-from strop.sandbox.agent import PROXY_PORT, remove_ipc
+from strop.sandbox.agent import PROXY_PORT, remove_ipc, remove_tree
 from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.bubblewrap import AGENT, AGENT_CAPABILITIES, bubblewrap_argv, system_tree
 from strop.sandbox.cgroup import Cgroup, make_cgroup
@@ -43,7 +43,6 @@ from strop.sandbox.ground import (
     own_prefix,
     private_user,
     python_candidates,
-    remove_tree,
 )
 from strop.sandbox.janitor import end_inside
 from strop.sandbox.proxy import serve_caller
